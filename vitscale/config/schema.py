@@ -1,0 +1,351 @@
+"""What a run is: every section a frozen dataclass, a docstring under each field.
+
+The docstrings are the reference of all keys: they feed `vitscale train --help-config`, the generated
+`docs/config.md` and the JSON schema that editors read. Nothing here does I/O and nothing fills in a field:
+derived values are functions of the config and the world. `name: B/16` is expanded by `config.validate` before
+this schema sees it, so that a `RunConfig` always holds every number of the run. Bounds of a single key stand in its
+type; what several keys owe each other stands in `config.check`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+_DURATION = re.compile(r"^\s*([0-9][0-9_]{0,19}(?:\.[0-9]{1,30})?)\s*(steps?|epochs?|samples?|percent)\s*$")
+_UNITS = {"step": "steps", "epoch": "epochs", "sample": "samples", "percent": "percent"}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training with its unit: `300 epochs`, `10_000 steps`, `3_000_000 samples`, `5 percent`.
+
+    In YAML and JSON it is text; `parse` and `str` are each other's inverse.
+    """
+
+    value: float
+    unit: Literal["steps", "epochs", "samples", "percent"]
+
+    @classmethod
+    def parse(cls, text: str) -> Duration:
+        """Read `text`; raises ValueError that says what a duration looks like."""
+        match = _DURATION.match(text)
+        if not match:
+            raise ValueError(
+                f"{text!r} is not a duration; write a number and a unit, e.g. '300 epochs', '10_000 steps', "
+                "'3_000_000 samples' or '5 percent'"
+            )
+        unit = match[2] if match[2] == "percent" else match[2].rstrip("s")
+        return cls(float(match[1].replace("_", "")), _UNITS[unit])  # type: ignore[arg-type]
+
+    def steps(self, *, num_samples: int, global_batch: int, total: int | None) -> int:
+        """This duration in optimizer steps, rounded up so that no asked-for sample is left out.
+
+        Args:
+            num_samples: Samples in one epoch of the training set.
+            global_batch: Samples in one step, over all ranks.
+            total: Steps of the whole run, for `percent`; None where percent has no meaning.
+
+        Raises:
+            ValueError: `percent` without a total.
+        """
+        # The decimal number that was written, not its nearest double: 1.1 epochs of 10 samples are 11 samples, not 12.
+        value = Fraction(repr(float(self.value)))
+        if self.unit == "steps":
+            return math.ceil(value)
+        if self.unit == "percent":
+            if total is None:
+                raise ValueError(f"'{self}' needs a total to be a percentage of")
+            return math.ceil(value * total / 100)
+        samples = value * num_samples if self.unit == "epochs" else value
+        return math.ceil(samples / global_batch)
+
+    def __str__(self) -> str:
+        number = f"{Decimal(repr(float(self.value))):f}"
+        return f"{number.removesuffix('.0')} {self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            cls.parse, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema()
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "pattern": _DURATION.pattern, "examples": ["300 epochs", "10_000 steps", "5 percent"]}
+
+
+def _longer_than_zero(duration: Duration) -> Duration:
+    if duration.value <= 0:
+        raise ValueError(f"'{duration}' is no time at all; write a duration longer than 0")
+    return duration
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOr0 = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A number from 0 to 1, both included."""
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Span = Annotated[Duration, AfterValidator(_longer_than_zero)]
+"""A duration longer than 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Vision Transformer. `name` sets the dimensions; each may also be given by itself."""
+
+    __pydantic_config__ = STRICT
+
+    name: str | None = None
+    """A size and patch from the papers, e.g. `Ti/16`, `S/16`, `B/16`, `L/16`, `H/14`; the patch may be any number."""
+    image_size: Count | tuple[Count, Count] = 224
+    """Height and width of the images in pixels; one number for a square."""
+    in_channels: Count = 3
+    """Channels of the images."""
+    patch_size: Count = 16
+    """Side of a patch in pixels."""
+    embed_dim: Count = 768
+    """Width of a token."""
+    depth: Count = 12
+    """Number of blocks."""
+    num_heads: Count = 12
+    """Attention heads in a block; must divide `embed_dim`."""
+    mlp_dim: Count = 3072
+    """Width of the hidden layer of a block's MLP."""
+    num_classes: CountOr0 = 1000
+    """Width of the classifier; 0 for no head. At least the number of classes in the training set."""
+    pool: Literal["cls", "gap"] = "cls"
+    """What the classifier reads: the class token, or the mean over the patch tokens."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have a bias."""
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    """Activation of the MLP: exact GELU, or its tanh approximation as in JAX code."""
+    norm_eps: Positive = 1e-6
+    """Epsilon of every LayerNorm."""
+    dropout: Below1 = 0.0
+    """Dropout after the positions, after attention's projection and in the MLP."""
+    attention_dropout: Below1 = 0.0
+    """Dropout on the attention weights."""
+    drop_path: Below1 = 0.0
+    """Stochastic depth at the last block; grows linearly from 0 at the first."""
+    activation_checkpointing: Literal["none", "full", "offload"] = "none"
+    """What backward recomputes instead of keeping: `full` every block; `offload` the same, with the blocks' inputs
+    held in host memory meanwhile (fairscale)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the images are and how they become batches."""
+
+    __pydantic_config__ = STRICT
+
+    train: Text | Annotated[tuple[Text, ...], Field(min_length=1)]
+    """Training shards: a folder with its `index.json`, or tar files by path, brace range (`{000..127}.tar`) or glob."""
+    validation: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Validation shards, written as `train` is."""
+    workers: CountOr0 = 4
+    """Worker processes that decode, per rank; 0 decodes in the training process."""
+    prefetch: Count = 2
+    """Batches each worker holds ready."""
+    crop: Literal["inception", "center", "resize"] = "inception"
+    """Training crop: a random area and aspect (Inception), the centre, or the whole image squeezed."""
+    crop_area: tuple[PositiveShare, PositiveShare] = (0.05, 1.0)
+    """Smallest and largest share of the image's area that an Inception crop covers (big_vision 0.05, timm 0.08)."""
+    crop_ratio: tuple[Positive, Positive] = (0.75, 1.3333333333333333)
+    """Smallest and largest aspect (width over height) of an Inception crop."""
+    flip: bool = True
+    """Mirror half of the training images left to right. Wrong for digits and text."""
+    eval_resize: Count | None = None
+    """Evaluation: length of the shorter side before the centre crop, in pixels; unset: image size / 0.875."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Subtracted on the device after scaling pixels to 0..1, per channel."""
+    std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
+    """Divided by on the device, per channel."""
+    shuffle_window: Count = 4
+    """Shards that are mixed with each other at any moment within one stream of the order."""
+    streams: Count | None = None
+    """Streams the order is made of; must divide `global_batch`, and the number of ranks must divide it, on every
+    resume too. Unset: chosen from `global_batch` alone."""
+    max_bad_fraction: Share = 0.01
+    """The run stops when more than this share of the samples read so far could not be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is minimised."""
+
+    __pydantic_config__ = STRICT
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    """Cross-entropy over exclusive classes, or one binary cross-entropy a class, summed over classes (ViT on JFT)."""
+    label_smoothing: Below1 = 0.0
+    """Share of a label's weight that is spread evenly over all classes: target * (1 - e) + e / classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How weights follow gradients."""
+
+    __pydantic_config__ = STRICT
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (torch's, fused where there is a GPU), or SGD with momentum."""
+    lr: Positive = 1e-3
+    """Peak learning rate, for `global_batch` as it is; nothing rescales it."""
+    betas: tuple[Below1, Below1] = (0.9, 0.999)
+    """AdamW: decay of the first and second moment."""
+    eps: Positive = 1e-8
+    """AdamW: added to the root of the second moment."""
+    momentum: Below1 = 0.9
+    """SGD: momentum."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay, multiplied by the learning rate as in torch's AdamW (big_vision's 1e-4 at rate 1e-3 is
+    0.1 here); under SGD an L2 penalty. Never on biases, norms, positions or the class token."""
+    clip_norm: Positive | None = 1.0
+    """Gradients are scaled down to this global L2 norm; unset: never."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, updated each step; unset: no average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor of `optim.lr`."""
+
+    __pydantic_config__ = STRICT
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after warm-up."""
+    warmup: Duration = field(default_factory=lambda: Duration(0, "steps"))
+    """Linear rise to the peak; the first step already has rate peak / warm-up steps."""
+    final: Share = 0.0
+    """The factor that the decay ends at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How parameters, gradients and optimizer state lie across ranks."""
+
+    __pydantic_config__ = STRICT
+
+    kind: Literal["auto", "ddp", "deepspeed"] = "auto"
+    """`auto`: deepspeed for several processes, ddp for one."""
+    zero_stage: Literal[0, 1, 2] = 2
+    """DeepSpeed: shard nothing (0), optimizer state (1), gradients too (2)."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of forward and backward; weights, moments and the average are kept in float32 either way."""
+    micro_batch: Count | None = None
+    """Samples a rank takes through the model at once; unset: all of its share, no accumulation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Where weights come from when the run has no checkpoint of its own."""
+
+    __pydantic_config__ = STRICT
+
+    weights: Text | None = None
+    """A model file, or a run whose last checkpoint is taken; adapted to this run's image size, patch and classes."""
+    head: Literal["keep", "zero"] = "zero"
+    """The classifier of `weights`: taken over (same classes), or begun anew at zero."""
+    resume: Text | None = None
+    """Another run to go on from: weights, optimizer, average and position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, and what is kept."""
+
+    __pydantic_config__ = STRICT
+
+    every: Span = field(default_factory=lambda: Duration(1000, "steps"))
+    """Distance between checkpoints; the last step is always saved."""
+    keep_last: Count = 2
+    """Newest checkpoints that are kept."""
+    keep_every: Span | None = None
+    """Besides, checkpoints at multiples of this are kept for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Evaluation on `data.validation` during training."""
+
+    __pydantic_config__ = STRICT
+
+    every: Span | None = None
+    """Distance between evaluations; unset: only after the last step."""
+    batch: Count = 256
+    """Images a rank evaluates at once."""
+    ema: bool = True
+    """Evaluate the averaged weights where the run keeps an average; else those trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """What the run tells about itself, and where."""
+
+    __pydantic_config__ = STRICT
+
+    every: Count = 10
+    """Steps between two records of the metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = 9400
+    """Port of the metrics endpoint, one a node; the next free one is taken and said if it is in use. Unset: none."""
+    prometheus_host: Text = "127.0.0.1"
+    """Address the endpoint listens on; `0.0.0.0` lets other machines scrape it."""
+    max_skipped: Count = 10
+    """Steps in a row with a loss or gradient that is not finite, after which the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Processes and patience."""
+
+    __pydantic_config__ = STRICT
+
+    timeout: Positive = 600.0
+    """Seconds that ranks wait for each other before the run stops and names who is missing."""
+    max_restarts: CountOr0 = 3
+    """How often a failed run is started again from its last checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run of vitscale."""
+
+    __pydantic_config__ = STRICT
+
+    name: Text
+    """What the run is called in tables and dashboards."""
+    run_dir: Text
+    """Folder that holds everything about the run."""
+    duration: Span
+    """How long to train."""
+    global_batch: Count
+    """Samples in one optimizer step, over all ranks and micro-batches."""
+    data: DataConfig
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Everything random follows from this number."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
