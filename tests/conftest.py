@@ -1,0 +1,22 @@
+"""What all tests share. The shapes in the annotations of tensors are checked while tests run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+install_import_hook(["vitscale.models.layers", "vitscale.models.position", "vitscale.models.vit"], "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real images and weights: `VITSCALE_TEST_DATA`, else a `shared/data` beside the checkout."""
+    named = os.environ.get("VITSCALE_TEST_DATA")
+    candidates = [Path(named)] if named else [folder / "shared" / "data" for folder in Path(__file__).parents]
+    found = next((folder for folder in candidates if folder.is_dir()), None)
+    if found is None:
+        pytest.skip("real images and weights: set VITSCALE_TEST_DATA, or put them into shared/data beside the checkout")
+    return found

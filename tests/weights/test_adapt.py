@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.timm_vit import TINY, randomise
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor
+
+from vitscale.config.schema import ModelConfig
+from vitscale.errors import UserError
+from vitscale.models.vit import VisionTransformer
+from vitscale.weights.adapt import adapt
+
+
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+    model = VisionTransformer(config)
+    randomise(model)
+    return model.state_dict()
+
+
+def test_the_same_model_takes_every_tensor_as_it_is() -> None:
+    state = weights_of(TINY)
+    adapted, report = adapt(state, TINY, TINY, head="keep")
+    assert all(adapted[name] is state[name] for name in state)
+    assert report.matched == tuple(state)
+    assert report.resized == report.reinitialised == report.missing == report.unexpected == ()
+    assert str(report) == f"{len(state)} tensors as they were"
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_positions_follow_the_image_size(pool: str, dtype: torch.dtype) -> None:
+    source = replace(TINY, image_size=(8, 32), pool=pool)
+    target = replace(source, image_size=(16, 16))  # as many patches, at other places
+    state = {name: tensor.to(dtype) for name, tensor in weights_of(source).items()}
+    adapted, report = adapt(state, source, target, head="keep")
+    prefix = 1 if pool == "cls" else 0
+    expected = resample_abs_pos_embed(state["pos_embed"], [4, 4], [2, 8], num_prefix_tokens=prefix)
+    torch.testing.assert_close(adapted["pos_embed"], expected)
+    assert adapted["pos_embed"].dtype == dtype
+    assert report.resized == ("pos_embed",)
+    assert set(report.matched) == set(state) - {"pos_embed"}
+    VisionTransformer(target).load_state_dict(adapted, strict=True)
+
+
+def test_the_head_is_begun_anew_at_zero_for_other_classes() -> None:
+    target = replace(TINY, num_classes=3)
+    adapted, report = adapt(weights_of(TINY), TINY, target, head="zero")
+    assert adapted["head.weight"].shape == (3, 24)
+    assert not adapted["head.weight"].any()
+    assert not adapted["head.bias"].any()
+    assert report.reinitialised == ("head.weight", "head.bias")
+    assert report.missing == ()
+    assert "head.weight, head.bias anew at zero" in str(report)
+
+
+def test_zero_means_zero_for_the_same_classes_too_in_the_type_of_the_rest() -> None:
+    state = {name: tensor.half() for name, tensor in weights_of(TINY).items()}
+    adapted, _ = adapt(state, TINY, TINY, head="zero")
+    assert not adapted["head.weight"].any()
+    assert {tensor.dtype for tensor in adapted.values()} == {torch.float16}
+
+
+def test_a_model_without_a_head_gets_one_or_loses_it() -> None:
+    headless = replace(TINY, num_classes=0)
+    adapted, report = adapt(weights_of(headless), headless, TINY, head="zero")
+    assert adapted["head.weight"].shape == (7, 24)
+    assert report.missing == ("head.weight", "head.bias")
+    for head in ("keep", "zero"):
+        adapted, report = adapt(weights_of(TINY), TINY, headless, head=head)
+        assert "head.weight" not in adapted
+        assert report.unexpected == ("head.weight", "head.bias")
+
+
+def test_keeping_a_head_needs_the_same_classes() -> None:
+    with pytest.raises(UserError, match="the weights have 7, the model 3; use head: zero"):
+        adapt(weights_of(TINY), TINY, replace(TINY, num_classes=3), head="keep")
+    headless = replace(TINY, num_classes=0)
+    with pytest.raises(UserError, match="these have none; use head: zero"):
+        adapt(weights_of(headless), headless, TINY, head="keep")
+
+
+def test_every_misshapen_tensor_is_named() -> None:
+    with pytest.raises(UserError) as caught:
+        adapt(weights_of(TINY), TINY, replace(TINY, mlp_dim=40), head="keep")
+    message = caught.value.message
+    assert "blocks.{0..2}.mlp.fc1.weight: [48, 24] in place of [40, 24]" in message
+    assert "blocks.{0..2}.mlp.fc1.bias: [48] in place of [40]" in message
+    assert "blocks.{0..2}.mlp.fc2.weight: [24, 48] in place of [24, 40]" in message
+    assert "attn" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"patch_size": 8}, r"patch_embed.proj.weight: \[24, 3, 4, 4\] in place of \[24, 3, 8, 8\]"),
+        ({"depth": 5}, r"missing: blocks.{3..4}.norm1.weight"),
+        ({"depth": 2}, r"not in the model: blocks.2.norm1.weight"),
+        ({"pool": "gap"}, r"missing: fc_norm.weight, fc_norm.bias; not in the model: cls_token, norm.weight"),
+        ({"qkv_bias": False}, r"not in the model: blocks.{0..2}.attn.qkv.bias"),
+        ({"num_heads": 6}, r"the weights need num_heads: 3 \(asked for: 6\)"),
+        ({"activation": "gelu_tanh"}, r"the weights need activation: gelu \(asked for: gelu_tanh\)"),
+        ({"norm_eps": 1e-5}, r"the weights need norm_eps: 1e-06 \(asked for: 1e-05\)"),
+        ({"image_size": 18}, r"patches of 4 pixels do not divide images of 18x18"),
+    ],
+)
+def test_other_models_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        adapt(weights_of(TINY), TINY, replace(TINY, **changes), head="keep")
+
+
+def test_a_state_that_is_not_of_its_config_is_refused() -> None:
+    state = weights_of(TINY)
+    del state["blocks.1.norm1.bias"]
+    with pytest.raises(UserError, match=r"missing: blocks.1.norm1.bias"):
+        adapt(state, TINY, TINY, head="keep")

@@ -1,0 +1,165 @@
+"""The weights of one model for another: at another resolution, with other classes. A pure function of tensors.
+
+What fits is taken as it is, learned positions are resized to the new grid, the classifier is kept or begun anew at
+zero. Anything else that differs is refused, with the name of every tensor: nothing is left at random in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitscale.config.schema import ModelConfig
+from vitscale.errors import UserError
+from vitscale.models.position import grid_height_width, num_prefix_tokens, resize_grid
+from vitscale.models.vit import VisionTransformer
+from vitscale.weights.names import in_few_words
+
+_HEAD = ("head.weight", "head.bias")
+_SAME_SHAPES = ("num_heads", "activation", "norm_eps")
+"""Fields that change what a model computes while its tensors look the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What became of each tensor.
+
+    Attributes:
+        matched: Taken as they were.
+        resized: Interpolated.
+        reinitialised: Begun anew at zero.
+        missing: Those of `reinitialised` that the source did not have at all.
+        unexpected: Tensors of the source that the target has no place for; left out.
+    """
+
+    matched: tuple[str, ...]
+    resized: tuple[str, ...]
+    reinitialised: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        parts = [f"{len(self.matched)} tensors as they were"]
+        parts += [f"{in_few_words(names)} {what}" for names, what in self._others() if names]
+        return ", ".join(parts)
+
+    def _others(self) -> tuple[tuple[tuple[str, ...], str], ...]:
+        return ((self.resized, "resized"), (self.reinitialised, "anew at zero"), (self.unexpected, "left out"))
+
+
+class Adapted(NamedTuple):
+    """Tensors that fit the target, and what became of each."""
+
+    state: dict[str, Tensor]
+    report: LoadReport
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model, in its own order; allocates nothing."""
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def adapt(
+    state: Mapping[str, Tensor],
+    source: ModelConfig,
+    target: ModelConfig,
+    *,
+    head: Literal["keep", "zero"],
+) -> Adapted:
+    """Make the weights of a model `source` fit a model `target`; dtypes and devices stay as they are.
+
+    Args:
+        state: The weights under vitscale's names.
+        source: The model that `state` is of.
+        target: The model wanted.
+        head: `keep` the classifier, which needs the same classes; or begin it anew at `zero`.
+
+    Raises:
+        UserError: The two differ in more than image size and classes, where every tensor that does not fit is named;
+            or `target` cannot be built.
+    """
+    _same_computation(source, target)
+    try:
+        shapes = expected_shapes(target)
+    except ValueError as error:
+        raise UserError(f"the model wanted cannot be: {error}") from None
+    fresh = [name for name in _HEAD if name in shapes and head == "zero"]
+    if head == "keep":
+        _same_classes(state, source, target)
+    adapted = dict(state)
+    resized = []
+    old, new = grid_height_width(source), grid_height_width(target)
+    if old != new and "pos_embed" in state:
+        adapted["pos_embed"] = resize_grid(state["pos_embed"], old=old, new=new, num_prefix=num_prefix_tokens(source))
+        resized = ["pos_embed"]
+    like = next(iter(state.values()))
+    for name in fresh:
+        adapted[name] = torch.zeros(shapes[name], dtype=like.dtype, device=like.device)
+    left_out = tuple(name for name in _HEAD if name in state and name not in shapes)
+    _fits({name: tensor for name, tensor in adapted.items() if name not in left_out}, shapes)
+    return Adapted(
+        state={name: adapted[name] for name in shapes},
+        report=LoadReport(
+            matched=tuple(name for name in shapes if name not in (*resized, *fresh)),
+            resized=tuple(resized),
+            reinitialised=tuple(fresh),
+            missing=tuple(name for name in fresh if name not in state),
+            unexpected=left_out,
+        ),
+    )
+
+
+def misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What keeps `state` from being a model with tensors of these `shapes`: each missing, unexpected, misshapen one."""
+    problems = []
+    missing = [name for name in shapes if name not in state]
+    if missing:
+        problems.append(f"missing: {in_few_words(missing)}")
+    unexpected = [name for name in state if name not in shapes]
+    if unexpected:
+        problems.append(f"not in the model: {in_few_words(unexpected)}")
+    misshapen: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes.items():
+        if name in state and tuple(state[name].shape) != shape:
+            misshapen.setdefault((tuple(state[name].shape), shape), []).append(name)
+    for (found, wanted), names in misshapen.items():
+        problems.append(f"{in_few_words(names)}: {list(found)} in place of {list(wanted)}")
+    return problems
+
+
+def _fits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    problems = misfits(state, shapes)
+    if problems:
+        raise UserError(
+            f"the weights are of another model than the one wanted: {'; '.join(problems)}. "
+            "Give the model section the dimensions of the weights; only image size and classes may differ."
+        )
+
+
+def _same_computation(source: ModelConfig, target: ModelConfig) -> None:
+    other = [
+        f"{name}: {getattr(source, name)} (asked for: {getattr(target, name)})"
+        for name in _SAME_SHAPES
+        if getattr(source, name) != getattr(target, name)
+    ]
+    if other:
+        raise UserError(f"the weights need {', '.join(other)}; another value changes what the model computes")
+
+
+def _same_classes(state: Mapping[str, Tensor], source: ModelConfig, target: ModelConfig) -> None:
+    if target.num_classes == 0:
+        return
+    if not source.num_classes or any(name not in state for name in _HEAD):
+        raise UserError("head: keep needs weights with a classifier, and these have none; use head: zero")
+    if source.num_classes != target.num_classes:
+        raise UserError(
+            f"head: keep needs the same classes: the weights have {source.num_classes}, the model "
+            f"{target.num_classes}; use head: zero to begin the classifier anew"
+        )
