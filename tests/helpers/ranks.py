@@ -25,8 +25,7 @@ from torch.distributed import TCPStore
 
 from vitscale.world import World
 
-
-_GRACE = 4.0  # seconds for the other ranks to say why they failed too
+_GRACE = 8.0  # seconds for the other ranks to say why they failed too
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
