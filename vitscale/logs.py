@@ -11,8 +11,24 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from vitscale.errors import UserError
+
+STEPS = "vitscale.steps"
+"""Name of the logger whose lines a progress bar shows already."""
+
+
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes to whatever `sys.stderr` is now, so that a progress bar can move its lines above itself."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        if record.name != STEPS or not sys.stderr.isatty():
+            super().emit(record)
 
 
 def log_path(run_dir: str | Path, rank: int) -> Path:
@@ -36,7 +52,7 @@ def start_logging(run_dir: str | Path, rank: int) -> None:
         ) from error
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if rank == 0:
-        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers.append(_Terminal())
     else:
         for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(stream.fileno(), descriptor)

@@ -31,7 +31,7 @@ Reduction = Literal["sum", "max", "min"]
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _GRACE = 3.0  # seconds for the other ranks to notice that something is wrong and to say that they are alive
 _LOST = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe",
-         "socket", "gloo", "nccl", "process group", "wait for")  # fmt: skip
+         "socket", "gloo", "nccl", "process group", "wait for", "barrier")  # fmt: skip
 
 
 @dataclass
