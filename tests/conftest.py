@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook(["vitscale.models.layers", "vitscale.models.position", "vitscale.models.vit"], "beartype.beartype")
+_SHAPED = ("attention", "block", "layers", "outputs", "patch", "position", "rotary", "vit")
+install_import_hook([f"vitscale.models.{name}" for name in _SHAPED], "beartype.beartype")
 
 
 @pytest.fixture(scope="session")
