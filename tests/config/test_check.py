@@ -24,6 +24,21 @@ Write = Callable[[str, str], Path]
          "allowed: multiples of 16, here 224 or 240 and 16"),
         ("model.name=B/15", "model.patch_size: patches of 15 do not fill images of 224 x 224 pixels; "
          "allowed: multiples of 15, here 210 or 225"),
+        ("model={image_size: 230, patch_sizes: [16, 23]}", "model.image_size: patches of 16 do not fill images of "
+         "230 x 230 pixels; allowed: multiples of 16, here 224 or 240"),
+        ("model={patch_sizes: [16, 8], patch_stride: 8}", "model.patch_stride: patches of several sizes lie side by "
+         "side; allowed: null"),
+        ("model={patch_stride: 8, image_size: 12}", "model.image_size: images of 12 x 12 pixels hold no patch of 16; "
+         "allowed: 16 or more"),
+        ("model.class_token=false", "model.class_token: pool: cls reads the class token; allowed: true, or pool: gap, "
+         "map or none"),
+        ("model={pos_embed: sincos, embed_dim: 6, num_heads: 1}", "model.embed_dim: sincos gives a quarter each to "
+         "sines and cosines of row and column, and 4 does not divide 6; allowed: 4 or 8"),
+        ("model={pos_embed: rotary, num_heads: 128}", "model.num_heads: rotary positions need heads whose width is a "
+         "multiple of 4, not 6; allowed: another number of heads"),
+        ("model={activation: swiglu, num_fcs: 3}", "model.num_fcs: SwiGLU has two layers; allowed: 2"),
+        ("model.frozen_stages=13", "model.frozen_stages: there are 12 blocks, and 13 cannot be frozen; "
+         "allowed: 0 to 12"),
         ("model.in_channels=1", "model.in_channels: training images are RGB, not of 1 channels; allowed: 3"),
         ("model.num_classes=0", "model.num_classes: a model without a head cannot be trained; allowed: 1 or more"),
         ("data.eval_resize=200", "data.eval_resize: images whose shorter side is 200 may hold no crop of 224 pixels; "
@@ -49,7 +64,9 @@ def test_conflicts(write: Write, minimal: str, override: str, line: str) -> None
     "override",
     ["schedule.warmup=3 epochs", "schedule.warmup=9999 steps", "checkpoint.keep_every=3000 steps",
      "data.crop_area=[1, 1]", "checkpoint={every: 0.1 epochs, keep_every: 0.3 epochs}",
-     "data.eval_resize=224", "engine.micro_batch=64"],
+     "data.eval_resize=224", "engine.micro_batch=64", "model={patch_padding: same, image_size: 200}",
+     "model={patch_stride: 12, image_size: [256, 128]}", "model={pool: map, class_token: false}",
+     "model={image_size: 240, patch_size: 32, patch_sizes: [8, 30]}"],
 )  # fmt: skip
 def test_no_conflict(write: Write, minimal: str, override: str) -> None:
     load_config(write("run.yaml", minimal), [override])

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.config.sizes import SIZES, dimensions
+from vitscale.config.load import model_from_dict
+from vitscale.config.sizes import FAMILIES, SIZES, dimensions
 
 
 def num_parameters(patch_size: int, embed_dim: int, depth: int, mlp_dim: int, *, image_size: int = 224) -> int:
@@ -28,9 +29,27 @@ def test_sizes_have_the_papers_number_of_parameters(name: str, millions: float, 
     assert count / 1e6 == pytest.approx(millions, abs=tolerance)
 
 
-def test_heads_are_64_wide_but_for_huge() -> None:
+def test_heads_are_64_wide_but_for_the_largest() -> None:
     widths = {name: size.embed_dim / size.num_heads for name, size in SIZES.items()}
-    assert widths == {"Ti": 64, "S": 64, "B": 64, "L": 64, "H": 80}
+    assert widths == {"Ti": 64, "S": 64, "B": 64, "L": 64, "H": 80, "So400m": 72, "g": 88, "G": 104, "e": 112,
+                      "22B": 128}  # fmt: skip
+
+
+def test_a_family_sets_its_parts_too() -> None:
+    assert dimensions("DINOv2reg-g/14") == {
+        "patch_size": 14, "embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_dim": 4096, "activation": "swiglu",
+        "layer_scale": 1e-5, "num_registers": 4, "pos_embed_prefix": "class",
+    }  # fmt: skip
+    assert dimensions("DINOv3-H+/16")["pos_embed"] == "rotary"
+    assert dimensions("DeiT3-B/16")["drop_path_schedule"] == "constant"
+    assert dimensions("22B/14")["block"] == "parallel"
+
+
+@pytest.mark.parametrize(
+    "name", ["22B/14", *(f"{family}-{size}/16" for family in FAMILIES for size in FAMILIES[family])]
+)
+def test_every_name_is_a_model(name: str) -> None:
+    model_from_dict({"name": name, "image_size": 112, **dimensions(name)})
 
 
 def test_any_patch_size() -> None:
@@ -48,6 +67,12 @@ def test_any_patch_size() -> None:
         ("vit_base_patch16_224", "B/16"),
         ("vit_tiny_patch16_224.augreg_in21k", "Ti/16"),
         ("Huge/14", "H/14"),
+        ("vit_giant_patch14_224", "g/14"),
+        ("vit_gigantic_patch14_224", "G/14"),
+        ("so400m/14", "So400m/14"),
+        ("22b/14", "22B/14"),
+        ("dinov2-G/14", "DINOv2-g/14"),
+        ("DINOV3-s+/16", "DINOv3-S+/16"),
     ],
 )
 def test_spellings_of_other_tools_are_recognised(name: str, meant: str) -> None:
@@ -57,7 +82,9 @@ def test_spellings_of_other_tools_are_recognised(name: str, meant: str) -> None:
     dimensions(meant)
 
 
-@pytest.mark.parametrize("name", ["X/16", "B", "", "B/0", "B/-1", "B/16/2", "G/14", " B/16", "B/16\n", "B/1_6"])
+@pytest.mark.parametrize(
+    "name", ["X/16", "B", "", "B/0", "B/-1", "B/16/2", "g-opt/14", "DINOv2-H/14", "DeiT3-B", " B/16", "B/16\n", "B/1_6"]
+)
 def test_others_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not a known model"):
         dimensions(name)

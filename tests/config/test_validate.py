@@ -58,7 +58,8 @@ def test_everything_is_said_at_once(write: Write) -> None:
         "run.yaml:11: data.train: found []; allowed: non-empty text or non-empty list of non-empty text",
         "run.yaml:12: data.mean: found [1, 2]; allowed: [number, number, number]",
         "run.yaml:15: model.name: 'vit_base_patch16_224' is not a known model; allowed: a size of Ti, S, B, L, H, "
-        "a slash and the patch size, e.g. 'B/16'; did you mean 'B/16'?",
+        "So400m, g, G, e, 22B, a slash and the patch size, e.g. 'B/16'; or with DeiT3-, DINOv2-, DINOv2reg-, DINOv3- "
+        "before it; did you mean 'B/16'?",
         "run.yaml:16: model.image_size: found 220.5; "
         "allowed: whole number >= 1 or [whole number >= 1, whole number >= 1]",
         "run.yaml:17: model.qkv_bias: found 'true'; allowed: true or false",

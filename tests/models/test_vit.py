@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitscale.config.schema import ModelConfig
 from vitscale.models.create import ModelOverrides, create_model
+from vitscale.models.position import grid_height_width
 from vitscale.models.vit import VisionTransformer
 
 # Equal formulas in float32: what is left is the order of summation, some 1e-7 relative, through a few blocks.
@@ -26,6 +27,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gray, no head": {"in_channels": 1, "num_classes": 0},
     "gap, not square, no head": {"pool": "gap", "image_size": (20, 8), "num_classes": 0},
     "one block": {"depth": 1},
+    "map": {"pool": "map"},
+    "map with a class token": {"pool": "map", "class_token": True, "activation": "gelu_tanh"},
+    "class token, but gap": {"pool": "gap", "class_token": True},
+    "no pooling": {"pool": "none", "class_token": True},
+    "norm before the mean": {"pool": "gap", "final_norm": "tokens"},
+    "norm after the class token": {"final_norm": "pooled"},
+    "no last norm": {"final_norm": "none"},
+    "registers": {"num_registers": 4},
+    "registers without class token": {"num_registers": 2, "pool": "gap"},
+    "no positions before the patches": {"num_registers": 2, "pos_embed_prefix": "none"},
+    "norm before the blocks": {"pre_norm": True},
+    "layer scale": {"layer_scale": 1e-2},
+    "qk norm": {"qk_norm": True},
+    "rmsnorm": {"norm": "rmsnorm", "norm_eps": 1e-3, "qk_norm": True, "pre_norm": True},
+    "swiglu": {"activation": "swiglu"},
+    "any size": {"dynamic_image_size": True},
+    "indivisible images, padded": {"patch_padding": "corner", "image_size": (15, 18), "dynamic_image_size": True},
 }
 
 
@@ -40,6 +58,9 @@ def test_outputs_and_gradients_are_timms(changes: dict[str, Any]) -> None:
     config = replace(TINY, **changes)
     ours, theirs = VisionTransformer(config).eval(), timm_vit(config).eval()
     randomise(ours)
+    if config.patch_padding != "none":  # timm's table of positions does not know of the padding
+        theirs.pos_embed = nn.Parameter(torch.empty_like(ours.pos_embed))
+        theirs.patch_embed.grid_size = grid_height_width(config)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     images = images_for(config)
 
@@ -57,14 +78,14 @@ def test_outputs_and_gradients_are_timms(changes: dict[str, Any]) -> None:
         )
 
 
-def test_parameters_have_timms_names_in_timms_order() -> None:
-    for pool in ("cls", "gap"):
-        config = replace(TINY, pool=pool)
-        assert list(VisionTransformer(config).state_dict()) == list(timm_vit(config).state_dict())
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_parameters_have_timms_names_in_timms_order(changes: dict[str, Any]) -> None:
+    config = replace(TINY, **changes)
+    assert list(VisionTransformer(config).state_dict()) == list(timm_vit(config).state_dict())
 
 
 def test_dropout_and_drop_path_draw_like_timm_in_training() -> None:
-    config = replace(TINY, dropout=0.3, attention_dropout=0.2, drop_path=0.4)
+    config = replace(TINY, dropout=0.3, attention_dropout=0.2, drop_path=0.4, num_registers=1)
     ours, theirs = VisionTransformer(config).train(), timm_vit(config).train()
     randomise(ours)
     theirs.load_state_dict(ours.state_dict())
@@ -86,7 +107,7 @@ def test_checkpointed_blocks_give_the_same_gradients_with_dropout_on() -> None:
     def gradients(recompute: bool) -> list[Tensor]:
         model.zero_grad()
         torch.manual_seed(4)
-        tokens = model.pos_drop(model.patch_embed(images) + model.pos_embed[:, 1:])
+        tokens = model.pos_drop(model.patch_embed(images).tokens + model.pos_embed[:, 1:])
         for block in model.blocks:
             tokens = checkpoint(block, tokens, use_reentrant=False) if recompute else block(tokens)
         tokens.square().sum().backward()
@@ -96,9 +117,18 @@ def test_checkpointed_blocks_give_the_same_gradients_with_dropout_on() -> None:
         assert torch.equal(kept, recomputed)
 
 
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_initialisation_sets_everything_after_meta_and_poison(pool: str) -> None:
-    config = replace(TINY, pool=pool)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pool": "gap"},
+        {"pool": "map", "num_registers": 2, "representation_size": 5, "layer_scale": 0.1, "qk_norm": True},
+        {"pool": "cls_gap", "pre_norm": True, "final_norm": "both", "norm": "rmsnorm", "activation": "swiglu"},
+        {"block": "parallel", "layer_scale": 0.1, "qk_norm": True, "pos_embed": "rotary", "num_fcs": 3},
+    ],
+)
+def test_initialisation_sets_everything_after_meta_and_poison(changes: dict[str, Any]) -> None:
+    config = replace(TINY, **changes)
     with torch.device("meta"):
         model = VisionTransformer(config)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -151,8 +181,11 @@ def test_initialisation_follows_the_formulas() -> None:
 
 
 def test_drop_path_grows_linearly_over_the_blocks() -> None:
-    rates = [block.drop_path.rate for block in VisionTransformer(replace(TINY, depth=5, drop_path=0.2)).blocks]
+    config = replace(TINY, depth=5, drop_path=0.2)
+    rates = [block.drop_path.rate for block in VisionTransformer(config).blocks]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    rates = [block.drop_path.rate for block in VisionTransformer(replace(config, drop_path_schedule="constant")).blocks]
+    assert rates == pytest.approx([0.2] * 5)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 20), (2, 1, 16, 16), (2, 3, 32, 32)])
@@ -173,18 +206,6 @@ def test_impossible_models_are_refused() -> None:
         VisionTransformer(replace(TINY, image_size=(16, 19)))
     with pytest.raises(ValueError, match=r"drop path rate 1.0 is not in \[0, 1\)"):
         VisionTransformer(replace(TINY, drop_path=1.0))
-
-
-# In millions: Ti, S from Touvron et al. 2021 (arXiv:2012.12877), table 1, which cuts the decimals off; B, L, H from
-# Dosovitskiy et al. 2021 (arXiv:2010.11929), table 1, whose L is 1 % above what its own dimensions give.
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [("Ti/16", 5, 6), ("S/16", 22, 23), ("B/16", 86, 87), ("L/16", 303, 307), ("H/14", 631, 632.1)],
-)
-def test_sizes_have_the_papers_parameter_counts(name: str, low: float, high: float) -> None:
-    with torch.device("meta"):
-        model = create_model(name)
-    assert low <= sum(p.numel() for p in model.parameters()) / 1e6 <= high
 
 
 def test_create_model_takes_the_fields_of_the_config() -> None:

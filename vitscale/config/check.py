@@ -36,14 +36,66 @@ def check_model(model: ModelConfig) -> Iterator[Finding]:
             f"{model.num_heads} heads do not divide embed_dim {model.embed_dim}; "
             f"allowed: {_nearest_divisors(model.embed_dim, model.num_heads)}",
         )
-    size = model.image_size
+    yield from _check_grid(model)
+    yield from _check_parts(model)
+
+
+def _check_grid(model: ModelConfig) -> Iterator[Finding]:
+    size, patch = model.image_size, model.patch_size
     height, width = (size, size) if isinstance(size, int) else size
-    if height % model.patch_size or width % model.patch_size:
-        sides = [_multiples_around(side, model.patch_size) for side in dict.fromkeys((height, width))]
+    if model.patch_sizes and (model.patch_stride is not None or model.patch_padding != "none"):
+        key = "patch_stride" if model.patch_stride is not None else "patch_padding"
+        allowed = "null" if key == "patch_stride" else "none"
         yield Finding(
-            ("model.image_size", "model.patch_size"),
-            f"patches of {model.patch_size} do not fill images of {height} x {width} pixels; "
-            f"allowed: multiples of {model.patch_size}, here {' and '.join(sides)}",
+            (f"model.{key}", "model.patch_sizes"), f"patches of several sizes lie side by side; allowed: {allowed}"
+        )
+    elif model.patch_padding == "none" and (model.patch_stride or patch) != patch:
+        if min(height, width) < patch:
+            yield Finding(
+                ("model.image_size", "model.patch_size"),
+                f"images of {height} x {width} pixels hold no patch of {patch}; allowed: {patch} or more",
+            )
+    elif model.patch_padding == "none":
+        keys = ("model.image_size", "model.patch_sizes" if model.patch_sizes else "model.patch_size")
+        for unit in model.patch_sizes or (patch,):
+            if height % unit or width % unit:
+                sides = [_multiples_around(side, unit) for side in dict.fromkeys((height, width))]
+                yield Finding(
+                    keys,
+                    f"patches of {unit} do not fill images of {height} x {width} pixels; "
+                    f"allowed: multiples of {unit}, here {' and '.join(sides)}",
+                )
+        if model.patch_sizes and min(height, width) < patch:
+            yield Finding(
+                keys, f"images of {height} x {width} pixels hold no patch of {patch}; allowed: {patch} or more"
+            )
+
+
+def _check_parts(model: ModelConfig) -> Iterator[Finding]:
+    if model.class_token is False and model.pool in ("cls", "cls_gap"):
+        yield Finding(
+            ("model.class_token", "model.pool"),
+            f"pool: {model.pool} reads the class token; allowed: true, or pool: gap, map or none",
+        )
+    head_dim = model.embed_dim // model.num_heads
+    if model.pos_embed in ("sincos", "sincos_mae") and model.embed_dim % 4:
+        yield Finding(
+            ("model.embed_dim", "model.pos_embed"),
+            f"{model.pos_embed} gives a quarter each to sines and cosines of row and column, and 4 does not divide "
+            f"{model.embed_dim}; allowed: {_multiples_around(model.embed_dim, 4)}",
+        )
+    if model.pos_embed == "rotary" and head_dim % 4:
+        yield Finding(
+            ("model.num_heads", "model.embed_dim", "model.pos_embed"),
+            f"rotary positions need heads whose width is a multiple of 4, not {head_dim}; allowed: another number of "
+            "heads",
+        )
+    if model.activation == "swiglu" and model.num_fcs != 2:
+        yield Finding(("model.num_fcs", "model.activation"), "SwiGLU has two layers; allowed: 2")
+    if model.frozen_stages > model.depth:
+        yield Finding(
+            ("model.frozen_stages", "model.depth"),
+            f"there are {model.depth} blocks, and {model.frozen_stages} cannot be frozen; allowed: 0 to {model.depth}",
         )
 
 

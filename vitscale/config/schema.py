@@ -110,13 +110,28 @@ class ModelConfig:
     __pydantic_config__ = STRICT
 
     name: str | None = None
-    """A size and patch from the papers, e.g. `Ti/16`, `S/16`, `B/16`, `L/16`, `H/14`; the patch may be any number."""
+    """A size and patch from the papers, e.g. `Ti/16`, `B/16`, `So400m/14`, `22B/14`, the patch being any number; or one
+    of a family, e.g. `DeiT3-L/16`, `DINOv2-g/14`, `DINOv3-B/16`."""
     image_size: Count | tuple[Count, Count] = 224
     """Height and width of the images in pixels; one number for a square."""
+    dynamic_image_size: bool = False
+    """Take images of any size, learned positions being resized in every forward; otherwise only `image_size`."""
     in_channels: Count = 3
     """Channels of the images."""
     patch_size: Count = 16
     """Side of a patch in pixels."""
+    patch_stride: Count | None = None
+    """Pixels from one patch to the next; unset: `patch_size`, so that patches lie side by side. With another one, what
+    no patch reaches at the right and lower border is left out (TransReID's overlapping patches)."""
+    patch_padding: Literal["none", "same", "corner"] = "none"
+    """Zeros around images that the patches do not fill: none (such images are refused), on all sides alike (`same`),
+    or on the right and below (`corner`)."""
+    patch_sizes: tuple[Count, ...] = ()
+    """FlexiViT: patch sizes that training draws from, one a step; each must divide `image_size`. The kernel is kept at
+    `patch_size` and resized to the one drawn; learned positions are kept at the grid of `patch_size`, cut to whole
+    patches."""
+    patch_dropout: Below1 = 0.0
+    """Share of the patch tokens that each training image loses, drawn anew each time."""
     embed_dim: Count = 768
     """Width of a token."""
     depth: Count = 12
@@ -124,23 +139,68 @@ class ModelConfig:
     num_heads: Count = 12
     """Attention heads in a block; must divide `embed_dim`."""
     mlp_dim: Count = 3072
-    """Width of the hidden layer of a block's MLP."""
+    """Width of the hidden layer of a block's MLP; of SwiGLU, after gating."""
+    num_fcs: Annotated[int, Field(ge=2)] = 2
+    """Linear layers in a block's MLP."""
     num_classes: CountOr0 = 1000
     """Width of the classifier; 0 for no head. At least the number of classes in the training set."""
-    pool: Literal["cls", "gap"] = "cls"
-    """What the classifier reads: the class token, or the mean over the patch tokens."""
+    representation_size: Count | None = None
+    """Width of a linear layer with tanh between pooling and classifier (`pre_logits` of ViT on ImageNet-21k); unset:
+    none."""
+    pool: Literal["cls", "gap", "cls_gap", "map", "none"] = "cls"
+    """What the classifier reads: the class token, the mean over the patch tokens, the two side by side (DINOv2's linear
+    heads), attention pooling over the patch tokens, or every token by itself."""
+    class_token: bool | None = None
+    """Whether there is a class token; unset: only where `pool` reads it."""
+    num_registers: CountOr0 = 0
+    """Register tokens: learned, after the class token, read by no classifier. DeiT's distillation token is one."""
+    pos_embed: Literal["learned", "sincos", "sincos_mae", "rotary"] = "learned"
+    """Positions: learned; fixed 2-D sines and cosines, with the frequencies of big_vision or of MAE; or
+    rotary: queries and keys turned by row and column (DINOv3)."""
+    pos_embed_prefix: Literal["all", "class", "none"] = "all"
+    """Which of the tokens before the patches have a learned position: class token and registers (timm), the class token
+    alone (DINOv2 with registers), or none (DeiT III). Fixed and rotary positions are the patches' alone."""
+    pos_embed_resize: Literal[
+        "bicubic_antialias", "bicubic", "bicubic_offset", "bilinear_antialias", "bilinear", "corner_aligned"
+    ] = "bicubic_antialias"
+    """How learned positions come to another grid: timm's and DINOv2's with registers; mmpretrain's, DeiT's and Hugging
+    Face's; DINOv2's, which adds 0.1 to the grid wanted; FlexiViT's in training; plain bilinear; scipy's zoom as in
+    big_vision."""
+    pre_norm: bool = False
+    """A norm between positions and blocks; the patch embedding then has no bias (CLIP)."""
+    final_norm: Literal["tokens", "pooled", "both", "none"] | None = None
+    """Where the last norm stands: over all tokens, after pooling, both (mmpretrain's `avg_featmap`), or nowhere. Unset:
+    `pooled` with `pool: gap` (timm; big_vision's gap is `tokens`), else `tokens`."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Every norm of the model: LayerNorm, or RMSNorm, which has no bias and does not centre (ViT-22B)."""
+    norm_eps: Positive = 1e-6
+    """Epsilon of every norm."""
+    block: Literal["sequential", "parallel"] = "sequential"
+    """Attention, then MLP; or both of the same normalised tokens, added together (ViT-22B)."""
     qkv_bias: bool = True
     """Whether queries, keys and values have a bias."""
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """Activation of the MLP: exact GELU, or its tanh approximation as in JAX code."""
-    norm_eps: Positive = 1e-6
-    """Epsilon of every LayerNorm."""
+    qk_norm: bool = False
+    """Normalise queries and keys in each head (ViT-22B)."""
+    qk_scale: Positive | None = None
+    """Factor of query-key products before the softmax; unset: 1 / sqrt(width of a head)."""
+    v_shortcut: bool = False
+    """Add the values to attention's output (T2T-ViT)."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Activation of the MLP: exact GELU, its tanh approximation as in JAX code, or SwiGLU, where one half of the first
+    layer gates the other by SiLU (DINOv2-g, DINOv3)."""
+    layer_scale: Positive | None = None
+    """First value of LayerScale, a learned factor a channel on each residual branch; unset: no such factor."""
     dropout: Below1 = 0.0
     """Dropout after the positions, after attention's projection and in the MLP."""
     attention_dropout: Below1 = 0.0
     """Dropout on the attention weights."""
     drop_path: Below1 = 0.0
-    """Stochastic depth at the last block; grows linearly from 0 at the first."""
+    """Stochastic depth: chance that a sample loses a residual branch, at the last block."""
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    """Whether that chance grows linearly from 0 at the first block, or is the same in all (DeiT III)."""
+    frozen_stages: CountOr0 = 0
+    """Blocks from the first on that are not trained and stay in evaluation mode, with all that comes before them; the
+    last norm too where it is every block; 0: nothing is frozen."""
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
     """What backward recomputes instead of keeping: `full` every block; `offload` the same, with the blocks' inputs
     held in host memory meanwhile (fairscale)."""
@@ -157,9 +217,9 @@ class DataConfig:
     validation: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Validation shards, written as `train` is."""
     workers: CountOr0 = 4
-    """Worker processes that decode, per rank; 0 decodes in the training process."""
+    """Threads that read and decode, per rank; with 0 the training loop does it itself."""
     prefetch: Count = 2
-    """Batches each worker holds ready."""
+    """Batches ahead of training, for each worker."""
     crop: Literal["inception", "center", "resize"] = "inception"
     """Training crop: a random area and aspect (Inception), the centre, or the whole image squeezed."""
     crop_area: tuple[PositiveShare, PositiveShare] = (0.05, 1.0)

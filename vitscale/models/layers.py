@@ -1,4 +1,4 @@
-"""The parts of a Vision Transformer, each usable alone, with the names of their parameters as in timm.
+"""Small parts of a Vision Transformer, each usable alone, with the names of their parameters as in timm.
 
 Every part has `init_weights`, which sets all of its parameters and relies on nothing that was there before, so that
 a model may be built on the meta device and filled later. The rules are those of big_vision's `models/vit.py`
@@ -10,7 +10,7 @@ a model may be built on the meta device and filled later. The rules are those of
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,92 +18,105 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 Activation = Literal["gelu", "gelu_tanh"]
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm
 
 _TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal cut at two standard deviations, as jax's `lecun_normal` corrects for."""
 
 
-class PatchEmbed(nn.Module):
-    """Square patches, side by side, each mapped to a token: a linear layer, computed as a convolution."""
-
-    def __init__(self, *, in_channels: int, patch_size: int, embed_dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_channels, embed_dim, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch patches dim"]:
-        """Tokens row by row, from the top left; `patches` is height / patch_size times width / patch_size."""
-        maps: Tensor = self.proj(images)
-        return maps.flatten(2).transpose(1, 2)
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """LeCun's normal, truncated, for the linear layer this is: its fan-in is a whole patch; bias zero."""
-        fan_in = self.proj.weight[0].numel()
-        std = math.sqrt(1 / fan_in) / _TRUNCATED_STD
-        nn.init.trunc_normal_(self.proj.weight, std=std, a=-2 * std, b=2 * std)
-        if self.proj.bias is not None:
-            nn.init.zeros_(self.proj.bias)
+def lecun_normal_(weight: Tensor) -> None:
+    """LeCun's normal, truncated: standard deviation 1 / sqrt(all inputs of one output)."""
+    std = math.sqrt(1 / weight[0].numel()) / _TRUNCATED_STD
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention; queries, keys and values come from one matrix, in this order."""
-
-    def __init__(
-        self, dim: int, *, num_heads: int, qkv_bias: bool = True, attention_dropout: float = 0.0, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide a width of {dim}: num_heads must divide embed_dim")
-        self.num_heads = num_heads
-        self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(dropout)
-
-    def forward(self, tokens: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
-        """softmax(q k^T / sqrt(head_dim)) v in each head, the heads side by side, projected."""
-        batch, count, dim = tokens.shape
-        qkv: Tensor = self.qkv(tokens)
-        query, key, value = qkv.reshape(batch, count, 3, self.num_heads, dim // self.num_heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.attention_dropout if self.training else 0.0
-        )
-        output: Tensor = self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
-        return output
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Xavier's uniform for each of the four `[dim, dim]` matrices (not for the fused one); biases zero."""
-        bound = math.sqrt(6 / (self.proj.in_features + self.proj.out_features))
-        for linear in (self.qkv, self.proj):
-            nn.init.uniform_(linear.weight, -bound, bound)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+def make_norm(kind: Literal["layernorm", "rmsnorm"], dim: int, *, eps: float) -> Norm:
+    """A norm over the last dimension; `reset_parameters` makes it plain normalisation."""
+    return nn.LayerNorm(dim, eps=eps) if kind == "layernorm" else nn.RMSNorm(dim, eps=eps)
 
 
 class Mlp(nn.Module):
-    """Two linear layers with GELU between: exact, or the tanh approximation of JAX code."""
+    """Linear layers with GELU between, exact or in the tanh approximation of JAX code; named fc1, fc2 and so on."""
 
-    def __init__(self, dim: int, *, mlp_dim: int, activation: Activation = "gelu", dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, *, mlp_dim: int, activation: Activation = "gelu", dropout: float = 0.0, num_fcs: int = 2
+    ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, mlp_dim)
+        widths = [dim] + [mlp_dim] * (num_fcs - 1) + [dim]
+        self.names = [f"fc{index}" for index in range(1, num_fcs + 1)]
+        for name, before, after in zip(self.names, widths, widths[1:], strict=False):
+            self.add_module(name, nn.Linear(before, after))
         self.act = nn.GELU(approximate="tanh" if activation == "gelu_tanh" else "none")
-        self.drop1 = nn.Dropout(dropout)
-        self.fc2 = nn.Linear(mlp_dim, dim)
-        self.drop2 = nn.Dropout(dropout)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
-        """Each token by itself."""
-        hidden = self.drop1(self.act(self.fc1(tokens)))
-        output: Tensor = self.drop2(self.fc2(hidden))
+        """Each token by itself; dropout after every layer."""
+        for name in self.names[:-1]:
+            tokens = self.drop(self.act(self.get_submodule(name)(tokens)))
+        output: Tensor = self.drop(self.get_submodule(self.names[-1])(tokens))
         return output
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Xavier's uniform; biases normal with standard deviation 1e-6."""
-        for linear in (self.fc1, self.fc2):
+        for name in self.names:
+            linear = self.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
             nn.init.xavier_uniform_(linear.weight)
             nn.init.normal_(linear.bias, std=1e-6)
+
+
+class SwiGLU(nn.Module):
+    """silu(a) * b between two linear layers, a and b being the halves of the first layer's output (DINOv2's `w12`).
+
+    Args:
+        dim: Width of a token.
+        mlp_dim: Width of a and of b.
+        dropout: After the product and after the second layer.
+    """
+
+    def __init__(self, dim: int, *, mlp_dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * mlp_dim)
+        self.fc2 = nn.Linear(mlp_dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, tokens: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
+        """Each token by itself."""
+        gate, value = self.fc1(tokens).chunk(2, dim=-1)
+        output: Tensor = self.drop(self.fc2(self.drop(F.silu(gate) * value)))
+        return output
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Xavier's uniform for each of the three `[mlp_dim, dim]` matrices; biases as in `Mlp`."""
+        bound = math.sqrt(6 / (self.fc2.in_features + self.fc2.out_features))
+        for linear in (self.fc1, self.fc2):
+            nn.init.uniform_(linear.weight, -bound, bound)
+            nn.init.normal_(linear.bias, std=1e-6)
+
+
+class LayerScale(nn.Module):
+    """A learned factor a channel (CaiT, https://arxiv.org/abs/2103.17239).
+
+    Args:
+        dim: Width of a token.
+        value: Of every factor in the beginning.
+    """
+
+    def __init__(self, dim: int, *, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.gamma = nn.Parameter(torch.empty(dim))
+
+    def forward(self, tokens: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
+        """Channel by channel."""
+        return tokens * self.gamma
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """All factors equal."""
+        nn.init.constant_(self.gamma, self.value)
 
 
 class DropPath(nn.Module):
@@ -135,41 +148,36 @@ class DropPath(nn.Module):
         return f"rate={self.rate:.3g}"
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+class PatchDropout(nn.Module):
+    """A random part of each sample's patches is taken out in training (https://arxiv.org/abs/2208.07220).
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        num_heads: int,
-        mlp_dim: int,
-        qkv_bias: bool = True,
-        activation: Activation = "gelu",
-        norm_eps: float = 1e-6,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
-    ) -> None:
+    Args:
+        rate: Share of the patches that goes, in [0, 1); at least one stays.
+    """
+
+    def __init__(self, rate: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = Attention(
-            dim, num_heads=num_heads, qkv_bias=qkv_bias, attention_dropout=attention_dropout, dropout=dropout
-        )
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, mlp_dim=mlp_dim, activation=activation, dropout=dropout)
-        self.drop_path = DropPath(drop_path)
+        self.rate = rate
 
-    def forward(self, tokens: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
-        """The two branches drop their samples independently."""
-        tokens = tokens + self.drop_path(self.attn(self.norm1(tokens)))
-        output: Tensor = tokens + self.drop_path(self.mlp(self.norm2(tokens)))
-        return output
+    def forward(self, tokens: Float[Tensor, "batch patches dim"]) -> Tensor | None:
+        """Which patches of each sample stay, `[batch, kept]`; None where all do."""
+        if not self.training or self.rate == 0:
+            return None
+        batch, count, _ = tokens.shape
+        kept = max(1, int(count * (1 - self.rate)))
+        return torch.randn(batch, count, device=tokens.device).argsort(dim=1)[:, :kept]
+
+
+class PreLogits(nn.Sequential):
+    """A linear layer with tanh before the classifier, as the ViT paper has it for pre-training."""
+
+    def __init__(self, dim: int, size: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(dim, size)
+        self.act = nn.Tanh()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Norms begin as plain normalisation; the rest as its own part says."""
-        self.norm1.reset_parameters()
-        self.attn.init_weights()
-        self.norm2.reset_parameters()
-        self.mlp.init_weights()
+        """LeCun's normal, truncated; bias zero."""
+        lecun_normal_(self.fc.weight)
+        nn.init.zeros_(self.fc.bias)

@@ -12,6 +12,12 @@ from vitscale.errors import UserError
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path parts added by DataParallel, DDP and DeepSpeed; torch.compile; FSDP; activation checkpointing."""
 
+_AVERAGES = frozenset({"ema", "ema_model", "model_ema"})
+"""First parts of the names of averaged weights that a trainer keeps beside the others."""
+
+_COUNTERS = frozenset({"n_averaged", "num_updates", "steps"})
+"""What averaging wrappers count in a tensor of their own."""
+
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -24,19 +30,29 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` under plain names.
+    """`state` under plain names; where it holds averaged weights beside others, the averaged ones alone.
 
     Raises:
         UserError: Two tensors have the same plain name.
     """
+    averaged = {short: name for name in state if (short := _averaged_name(name))}
+    names = averaged or {name: name for name in state}
     plain: dict[str, Tensor] = {}
     origin: dict[str, str] = {}
-    for name, tensor in state.items():
-        short = plain_name(name)
+    for inner, name in names.items():
+        tensor, short = state[name], plain_name(inner)
+        if short in _COUNTERS and tensor.ndim == 0:
+            continue
         if short in plain:
             raise UserError(f"{origin[short]!r} and {name!r} both are {short!r} once the wrappers' names are taken off")
         plain[short], origin[short] = tensor, name
     return plain
+
+
+def _averaged_name(name: str) -> str:
+    """`name` without the part that says that it is an average, and empty where it does not say so."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:]) if parts[0] in _AVERAGES else ""
 
 
 def in_few_words(names: Iterable[str]) -> str:
