@@ -16,16 +16,16 @@ before it is deleted, so that what bears the name is whole. Nothing is unpickled
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
-import os
+import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,16 @@ from torch import Tensor
 
 from vitscale.engines.base import Engine, Fragment, Kind
 from vitscale.errors import UserError
+from vitscale.train.step_folder import CheckpointError as CheckpointError
+from vitscale.train.step_folder import read_index, sha256, sync, write_index, write_json
+from vitscale.train.step_folder import verify as verify
 from vitscale.world import World
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "vitscale-checkpoint", 1
-_STEP = re.compile(r"step_(\d{8,})$")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-_CHUNK = 1 << 22
-
-
-class CheckpointError(UserError):
-    """A checkpoint could not be written or is not whole; raised on every rank."""
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.step_\d{8,}\.(tmp|old)")
+_SHOWN = 20  # differences that one message lists
 
 
 @dataclass(frozen=True)
@@ -72,68 +70,98 @@ def save(run_dir: str | Path, *, step: int, engine: Engine, world: World, state:
         step: Steps done.
         engine: Whose state is saved.
         world: The ranks.
-        state: What else the run needs to go on; JSON values. `step` and the engine's scalars are added.
+        state: What else the run needs to go on; JSON values. Added are `step`, `engine` (its scalars), `ranks`,
+            `time` (seconds since 1970) and `versions`.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write; checkpoints that were there are intact.
+        CheckpointError: On every rank, when one of them failed, whatever the reason: the others wait to hear of it.
+            Checkpoints that were there are intact.
     """
     final = folder(run_dir) / f"step_{step:08d}"
     aside = final.with_name(f".{final.name}.tmp")
     what = f"the checkpoint of step {step}"
-    if world.is_first:
-        error = _attempt(lambda: _fresh(aside))
+
+    def go_on(action: Callable[[], int], where: Path, *, taking_part: bool = True) -> int:
+        result, error = _attempt(action, where) if taking_part else (0, None)
         _agree(world, error, aside, what)
-    else:
-        _agree(world, "", aside, what)
-    _agree(world, _attempt(lambda: _write_rank(aside, world.rank, engine)), aside, what)
-    whole = {**state, "step": step, "engine": engine.state(), "ranks": world.world_size, "time": time.time()}
-    publish = (lambda: _publish(aside, final, world.world_size, whole)) if world.is_first else (lambda: None)
-    _agree(world, _attempt(publish), aside, what)
-    return Saved(final, sum(entry["bytes"] for entry in _read_index(final)["files"].values()))
+        return result
+
+    go_on(lambda: _fresh(aside), aside, taking_part=world.is_first)
+    file = aside / f"rank-{world.rank:05d}.safetensors"
+    go_on(lambda: _write_rank(file, world.rank, engine), file)
+
+    def publish() -> int:
+        added = {"step": step, "ranks": world.world_size, "time": time.time(), "versions": _versions()}
+        return _publish(aside, final, world.world_size, {**state, **added, "engine": engine.state()})
+
+    size = go_on(publish, aside, taking_part=world.is_first)
+    return Saved(final, int(world.all_reduce(torch.tensor([size]), "max", what=what).item()))
 
 
-def _attempt(action: Any) -> str:
-    """Do it; what went wrong in words, or an empty string."""
+@dataclass(frozen=True)
+class _Failure:
+    words: str
+    cause: Exception
+
+
+def _attempt(action: Callable[[], int], where: Path) -> tuple[int, _Failure | None]:
+    """Do it; its result, or 0 and what went wrong. Any error: a rank that left alone would leave the others waiting."""
     try:
-        action()
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        name = getattr(error, "filename", None)
-        return f"{name}: {reason}" if name else reason
-    return ""
+        return action(), None
+    except UserError as error:
+        return 0, _Failure(error.message, error)
+    except OSError as error:
+        return 0, _Failure(f"{error.filename or where}: {error.strerror or error}", error)
+    except SafetensorError as error:
+        reason = re.sub(r"^Error while serializing: (I/O error: )?|\s*\(os error \d+\)$", "", str(error))
+        return 0, _Failure(f"{where}: {reason}", error)
+    except Exception as error:
+        return 0, _Failure(f"{where}: {type(error).__name__}: {error}", error)
 
 
-def _agree(world: World, error: str, aside: Path, what: str) -> None:
+def _agree(world: World, error: _Failure | None, aside: Path, what: str) -> None:
     """Go on together, or fail together with every rank's error."""
-    errors = {rank: text for rank, text in enumerate(world.gather_text(error, what=what)) if text}
-    if not errors:
+    texts = world.gather_text(error.words if error else "", what=what)
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    if not told:
         return
     if world.is_first:
         shutil.rmtree(aside, ignore_errors=True)
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
-    raise CheckpointError(f"{what} could not be written ({told}); the checkpoints before it are intact")
+    message = f"{what} could not be written ({told}); the checkpoints before it are intact"
+    raise CheckpointError(message) from (error.cause if error else None)
 
 
-def _fresh(aside: Path) -> None:
+def _versions() -> dict[str, str]:
+    """What wrote the checkpoint; no entry for vitscale where it runs without being installed."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(PackageNotFoundError):
+        versions["vitscale"] = version("vitscale")
+    return versions
+
+
+def _fresh(aside: Path) -> int:
     aside.parent.mkdir(parents=True, exist_ok=True)
-    for stale in aside.parent.glob(".*"):
-        shutil.rmtree(stale)
+    for stale in aside.parent.iterdir():
+        if _LEFT_BEHIND.fullmatch(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
     aside.mkdir()
+    return 0
 
 
-def _write_rank(aside: Path, rank: int, engine: Engine) -> None:
-    """This rank's tensors, and beside them what the index will say of them."""
-    path = aside / f"rank-{rank:05d}.safetensors"
+def _write_rank(file: Path, rank: int, engine: Engine) -> int:
+    """This rank's tensors, and beside them what the index will say of them; the bytes of the tensors' file."""
     fragments = [fragment for fragment in engine.fragments() if fragment.values.numel()]
-    save_file({_key(f): f.values.detach().float().cpu().contiguous() for f in fragments}, path)
-    _sync(path)
+    save_file({_key(f): f.values.detach().float().cpu().contiguous() for f in fragments}, file)
+    sync(file)
+    size = file.stat().st_size
     ranges = [[f.kind, f.name, list(f.shape), f.start, f.values.numel()] for f in fragments]
-    part = {"file": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "ranges": ranges}
-    _write_json(aside / f"part-{rank:05d}.json", part)
+    part = {"file": file.name, "bytes": size, "sha256": sha256(file), "ranges": ranges}
+    write_json(file.with_name(f"part-{rank:05d}.json"), part)
+    return size
 
 
-def _publish(aside: Path, final: Path, ranks: int, state: Mapping[str, Any]) -> None:
-    """Merge what the ranks said into the index, and give the folder its name."""
+def _publish(aside: Path, final: Path, ranks: int, state: Mapping[str, Any]) -> int:
+    """Merge what the ranks said into the index, and give the folder its name; the bytes of all that it lists."""
     tensors: dict[str, dict[str, Any]] = {}
     files: dict[str, dict[str, Any]] = {}
     for rank in range(ranks):
@@ -142,40 +170,40 @@ def _publish(aside: Path, final: Path, ranks: int, state: Mapping[str, Any]) -> 
         files[part["file"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
         for kind, name, shape, start, length in part["ranges"]:
             tensor = tensors.setdefault(f"{kind}/{name}", {"shape": shape, "ranges": []})
-            assert tensor["shape"] == shape, f"ranks disagree on the shape of {name}"
+            if tensor["shape"] != shape:
+                raise CheckpointError(f"ranks disagree on the shape of {kind}/{name}: {tensor['shape']} and {shape}")
             tensor["ranges"].append([part["file"], start, length])
         path.unlink()
     for tensor in tensors.values():
         tensor["ranges"].sort(key=lambda item: item[1])
-    gaps = _gaps(tensors)
-    assert not gaps, f"the ranks' ranges do not add up to the model: {gaps}"
-    _write_json(aside / "state.json", state)
-    files["state.json"] = {"bytes": (aside / "state.json").stat().st_size, "sha256": _sha256(aside / "state.json")}
-    body = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
-    _write_json(aside / "index.json", {**body, "sha256": _digest(body)})
-    _sync(aside)
-    if final.exists():  # a run that was set back writes a step again
-        shutil.rmtree(_renamed_away(final))
-    aside.rename(final)
-    _sync(final.parent)
+    file = aside / "state.json"
+    write_json(file, state)
+    files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    write_index(aside, files=files, tensors=tensors)
+    sync(aside)
+    _rename(aside, final)
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def _rename(aside: Path, final: Path) -> None:
+    """Give a complete folder its name; one that has the name, in a run that was set back, goes only after that.
+
+    Between the two renames neither has the name: a run killed then goes on from the step that it was set back to.
+    """
+    before = _renamed_away(final) if final.exists() else None
+    try:
+        aside.rename(final)
+    except OSError:
+        if before is not None:
+            before.rename(final)
+        raise
+    sync(final.parent)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def _key(fragment: Fragment) -> str:
     return f"{fragment.kind}/{fragment.name}@{fragment.start}"
-
-
-def _gaps(tensors: Mapping[str, Any]) -> list[str]:
-    """Tensors whose ranges, in order, do not cover every value exactly once."""
-    wrong = []
-    for name, tensor in tensors.items():
-        end = 0
-        for _, start, length in tensor["ranges"]:
-            if start != end:
-                break
-            end += length
-        if end != math.prod(tensor["shape"]):
-            wrong.append(name)
-    return wrong
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -184,7 +212,7 @@ class Checkpoint:
 
     Attributes:
         path: The folder.
-        state: What `save` was given, and `step`, `engine`, `ranks`, `time`.
+        state: What `save` was given, and `step`, `engine`, `ranks`, `time`, `versions`.
         kinds: The kinds of tensors that it holds.
     """
 
@@ -211,22 +239,31 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no {kind} of {name}; it is a checkpoint of another run")
         if not 0 <= start <= start + length <= math.prod(tensor["shape"]):
             raise CheckpointError(f"{self.path}: {kind} of {name} has shape {tensor['shape']}, not what is asked for")
-        result = torch.empty(length)
+        result = torch.empty(length, dtype=torch.float32)
         for file, begin, size in tensor["ranges"]:
             low, high = max(start, begin), min(start + length, begin + size)
             if low < high:
-                values = self._file(file).get_slice(f"{kind}/{name}@{begin}")
+                values = self._values(file, f"{kind}/{name}@{begin}", size)
                 result[low - start : high - start] = values[low - begin : high - begin]
         return result
+
+    def _values(self, file: str, key: str, size: int) -> Any:
+        """The saved range `key`, a slice of which reads no more than itself."""
+        path = self.path / file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(path, framework="pt")
+            values = self._open[file].get_slice(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
+        if (values.get_dtype(), values.get_shape()) != ("F32", [size]):
+            found = f"{values.get_dtype()} {values.get_shape()}"
+            raise CheckpointError(f"{path} cannot be read ({key} is {found}, the index says F32 [{size}])")
+        return values
 
     def state_dict(self, kind: Kind) -> dict[str, Tensor]:
         """Every tensor of a kind, whole."""
         return {n: self.read(n, kind, 0, math.prod(s)).reshape(s) for n, s in self.shapes(kind).items()}
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt")
-        return self._open[name]
 
 
 def read(path: str | Path) -> Checkpoint:
@@ -236,7 +273,7 @@ def read(path: str | Path) -> Checkpoint:
         CheckpointError: It is not a checkpoint, or its index is damaged.
     """
     path = Path(path)
-    index = _read_index(path)
+    index = read_index(path)
     try:
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -258,7 +295,9 @@ def restore(checkpoint: Checkpoint, engine: Engine) -> None:
         if wanted.get(name) != found.get(name)
     ]
     if differing:
-        listed = "\n  ".join(differing[:20])
+        if len(differing) > _SHOWN:
+            differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
+        listed = "\n  ".join(differing)
         raise CheckpointError(f"{checkpoint.path} is a checkpoint of another model:\n  {listed}")
 
     def read_range(name: str, kind: Kind, start: int, length: int) -> Tensor:
@@ -277,12 +316,9 @@ def latest(run_dir: str | Path, world: World | None = None) -> Path | None:
     Raises:
         CheckpointError: There are checkpoints, but none of them is whole.
     """
-    paths = [path for _, path in reversed(_steps(run_dir))]
-    if world is not None:  # one listing for all: another rank's view of a network folder may be older
-        listing = world.gather_text(json.dumps([path.name for path in paths]), what="the list of checkpoints")[0]
-        paths = [folder(run_dir) / name for name in json.loads(listing)]
+    steps = _steps(run_dir) if world is None else _agreed_steps(run_dir, world)
     damaged = []
-    for path in paths:
+    for _, path in reversed(steps):
         problems = verify(path) if world is None else _verify_together(path, world)
         if not problems:
             return path
@@ -296,52 +332,26 @@ def latest(run_dir: str | Path, world: World | None = None) -> Path | None:
     return None
 
 
-def verify(path: Path, *, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with a step folder: files that miss, or differ from the index in size or checksum.
-
-    Args:
-        path: The step folder.
-        rank: Which share of the files is read, of `ranks`.
-        ranks: See `rank`.
-    """
-    try:
-        index = _read_index(path)
-    except CheckpointError as error:
-        return [error.message]
-    problems = [f"{name} does not cover its tensor" for name in _gaps(index["tensors"])]
-    for place, (name, entry) in enumerate(sorted(index["files"].items())):
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes, the index says {entry['bytes']}")
-        elif place % ranks == rank and _sha256(file) != entry["sha256"]:
-            problems.append(f"{name} is damaged: its checksum is not that of the index")
-    return problems
+def _agreed_steps(run_dir: str | Path, world: World) -> list[tuple[int, Path]]:
+    """Rank 0's list for all: another rank's view of a network folder may be older."""
+    names, error = [], ""
+    if world.is_first:
+        try:
+            names = [path.name for _, path in _steps(run_dir)]
+        except CheckpointError as failure:
+            error = failure.message
+    told = json.loads(
+        world.gather_text(json.dumps({"names": names, "error": error}), what="the list of checkpoints")[0]
+    )
+    if told["error"]:
+        raise CheckpointError(told["error"])
+    return [(_step_of(name), folder(run_dir) / name) for name in told["names"]]
 
 
 def _verify_together(path: Path, world: World) -> list[str]:
     mine = verify(path, rank=world.rank, ranks=world.world_size)
     told = world.gather_text(json.dumps(mine), what=f"verifying {path.name}")
     return list(dict.fromkeys(problem for text in told for problem in json.loads(text)))
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        index: dict[str, Any] = json.loads((path / "index.json").read_text())
-        digest = index.pop("sha256")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} holds no index.json; it is not a checkpoint") from error
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}/index.json is damaged ({error})") from error
-    if digest != _digest(index):
-        raise CheckpointError(f"{path}/index.json is damaged: its checksum differs")
-    if (index["format"], index["version"]) != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} has format {index['format']} {index['version']}; this vitscale reads {VERSION}")
-    odd = [name for name in index["files"] if not _PLAIN_NAME.match(name)]
-    if odd:
-        raise CheckpointError(f"{path}/index.json names {odd[0]!r}, which is no file of that folder")
-    return index
 
 
 # ------------------------------------------------------------------------------------------------ the folder
@@ -373,26 +383,48 @@ def list_checkpoints(run_dir: str | Path) -> list[Entry]:
     return entries
 
 
-def prune(run_dir: str | Path, *, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Delete old checkpoints: not the newest `keep_last`, and none at a multiple of `keep_every` steps.
+def prune(run_dir: str | Path, *, keep_last: int, keep_every: int | None, checksums: bool = False) -> list[Path]:
+    """Delete old checkpoints: not the newest `keep_last` whole ones, and none at a multiple of `keep_every` steps.
+
+    What is damaged does not count as one of the newest, and is left for a person to look at unless whole ones follow.
+    A folder that cannot be deleted is named in the log.
+
+    Args:
+        run_dir: The run's folder.
+        keep_last: How many, at least 1.
+        keep_every: Steps; None: no others.
+        checksums: Read the newest before the old ones are deleted; not needed right after `save`, which did that.
 
     Returns:
         The folders that are gone.
     """
-    steps = _steps(run_dir)
-    gone = []
-    for step, path in steps[: max(0, len(steps) - keep_last)]:
-        if not (keep_every and step % keep_every == 0):
-            shutil.rmtree(_renamed_away(path), ignore_errors=True)
-            gone.append(path)
-    return gone
+    gone: list[Path] = []
+    whole = 0
+    for step, path in reversed(_steps(run_dir)):
+        if whole < keep_last:
+            whole += not verify(path, checksums=checksums)
+        elif not (keep_every and step % keep_every == 0):
+            try:
+                shutil.rmtree(_renamed_away(path), ignore_errors=True)
+                gone.append(path)
+            except OSError as error:
+                log.warning("%s could not be deleted: %s", path, error.strerror)
+    return gone[::-1]
 
 
 def _steps(run_dir: str | Path) -> list[tuple[int, Path]]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = ((_STEP.match(path.name), path) for path in folder(run_dir).iterdir())
-        return sorted((int(match[1]), path) for match, path in found if match)
-    return []
+    """Step and folder of every checkpoint, oldest first."""
+    try:
+        paths = [path for path in folder(run_dir).iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder(run_dir)} cannot be read: {error.strerror}") from error
+    return sorted((_step_of(path.name), path) for path in paths)
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
 
 
 def _renamed_away(path: Path) -> Path:
@@ -400,32 +432,3 @@ def _renamed_away(path: Path) -> Path:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     return hidden
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value))
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for chunk in _chunks(file):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(file: Any) -> Iterable[bytes]:
-    return iter(lambda: file.read(_CHUNK), b"")
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
