@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
 from vitscale.errors import UserError
+
+_FEWEST_BAD = 10  # a few bad samples at the very start say nothing about the set
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,33 @@ class SkipLimit:
             f"step{'s' * (self._in_a_row != 1)} in a row (monitor.max_skipped), at learning rate {last.rate:.3g} "
             f"with loss {loss:.4g}; {good}. No checkpoint was written since. A lower optim.lr, a longer "
             "schedule.warmup or a lower optim.clip_norm may help."
+        )
+
+
+class BadLimit:
+    """Stops a run of whose samples too many cannot be used.
+
+    Args:
+        fraction: The largest share of the samples read so far.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def check(self, totals: Mapping[str, float], *, run_dir: Path) -> None:
+        """Judge the counters of all ranks, the same on each.
+
+        Raises:
+            UserError: The share is above the limit, with at least ten of them.
+        """
+        bad = {key: count for key, count in totals.items() if key.startswith("bad_samples_total") and count}
+        count, read = sum(bad.values()), totals.get("images_total", 0.0)
+        if count < _FEWEST_BAD or count <= self._fraction * read:
+            return
+        reasons = ", ".join(f"{key.split(chr(34))[1]} {number:.0f}" for key, number in bad.items())
+        raise UserError(
+            f"{count:.0f} of {read:.0f} samples could not be used ({reasons}), more than data.max_bad_fraction = "
+            f"{self._fraction:g} allows; {run_dir}/bad_samples.jsonl names each, `vitscale data verify` finds all"
         )
 
 

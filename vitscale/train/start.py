@@ -1,0 +1,128 @@
+"""Where a run's weights come from.
+
+One rule, here and nowhere else: this run's own newest checkpoint, else the newest of the run named in `init.resume`,
+else the weights named in `init.weights`, else random. The first two bring optimizer, average and position along; they
+must be of the same model, data order and optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitscale.config.load import config_to_dict
+from vitscale.config.schema import RunConfig
+from vitscale.errors import UserError
+from vitscale.train import checkpoint
+from vitscale.train.checkpoint import Checkpoint
+from vitscale.train.exchange import open_weights
+from vitscale.weights.adapt import adapt
+from vitscale.weights.io import Weights
+from vitscale.world import World
+
+log = logging.getLogger(__name__)
+
+_SAME = (
+    "seed",
+    "global_batch",
+    "model.embed_dim",
+    "model.depth",
+    "model.num_heads",
+    "model.mlp_dim",
+    "model.patch_size",
+    "model.image_size",
+    "model.num_classes",
+    "model.pool",
+    "data.streams",
+    "data.shuffle_window",
+    "optim.kind",
+)
+"""Keys that must not change between a checkpoint and the run that goes on from it."""
+
+_TOLD = ("duration", "schedule", "optim", "data.crop_area", "loss")
+"""Keys whose change is allowed but said, since it moves the curves."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins from; both None for random weights.
+
+    Attributes:
+        checkpoint: A whole training state to go on from.
+        weights: A model alone, as a start for fine-tuning.
+        words: The same in words, for the log.
+    """
+
+    checkpoint: Checkpoint | None
+    weights: Weights | None
+    words: str
+
+    @property
+    def step(self) -> int:
+        """Steps already done."""
+        return int(self.checkpoint.state["step"]) if self.checkpoint else 0
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """What the run's counters stand at."""
+        return dict(self.checkpoint.state["totals"]) if self.checkpoint else {}
+
+    def fill(self, model: nn.Module, config: RunConfig) -> None:
+        """Put `weights`, if there are any, into a bare model of `config`, adapted to its image size and classes."""
+        if self.weights is None:
+            return
+        state, report = adapt(self.weights.state, self.weights.config, config.model, head=config.init.head)
+        model.load_state_dict(state)
+        log.info("%s: %s", config.init.weights, report)
+
+
+def find_start(config: RunConfig, *, data_digest: str, world: World) -> Start:
+    """Apply the rule.
+
+    Raises:
+        UserError: The checkpoint is of another model, seed, batch or data; or a named source cannot be read.
+    """
+    own = checkpoint.latest(config.run_dir, world)
+    if own is not None:
+        return _resume(own, config, data_digest, words=f"step {{step}} of this run ({own})")
+    if config.init.resume:
+        other = checkpoint.latest(config.init.resume, world)
+        if other is None:
+            raise UserError(f"init.resume: {config.init.resume} holds no checkpoint; name a run that has one")
+        return _resume(other, config, data_digest, words=f"step {{step}} of another run ({other})")
+    if config.init.weights:
+        weights = open_weights(config.init.weights)
+        return Start(checkpoint=None, weights=weights, words=f"weights of {config.init.weights} ({weights.source})")
+    return Start(checkpoint=None, weights=None, words=f"random weights, seed {config.seed}")
+
+
+def _resume(path: Path, config: RunConfig, data_digest: str, *, words: str) -> Start:
+    saved = checkpoint.read(path)
+    now, then = config_to_dict(config), saved.state["config"]
+    changed = [f"{key}: {_get(then, key)} there, {_get(now, key)} here" for key in _differences(_SAME, now, then)]
+    if saved.state["data_digest"] != data_digest:
+        changed.append(f"data.train: shards {saved.state['data_digest']} there, {data_digest} here")
+    if changed:
+        raise UserError(
+            f"{path} cannot be resumed by this config:\n  " + "\n  ".join(changed) + "\n"
+            "Set them back, or give the changed run a run_dir of its own (and init.weights to begin from this one)."
+        )
+    for key in _differences(_TOLD, now, then):
+        log.warning("changed since the checkpoint: %s was %s, now %s", key, _get(then, key), _get(now, key))
+    return Start(checkpoint=saved, weights=None, words=words.format(step=saved.state["step"]))
+
+
+def _differences(keys: tuple[str, ...], now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    return [key for key in keys if _get(now, key) != _get(then, key)]
+
+
+def _get(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
