@@ -1,6 +1,6 @@
 """`python -m vitscale` is the `vitscale` command."""
 
-from vitscale.cli import main
+from vitscale.cli.main import main
 
 if __name__ == "__main__":
     main()

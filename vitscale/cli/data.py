@@ -1,0 +1,103 @@
+"""Commands for shards: `data pack`, `data index`, `data verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitscale.cli.arguments import Shards, count
+from vitscale.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from vitscale.data.scan import Problem
+
+_SHOWN = 20  # problems that are printed one by one
+
+
+def pack(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a folder of images for each class.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards.")],
+    shard_samples: Annotated[int, typer.Option(min=1, help="Most samples in a shard.")] = 10_000,
+    shard_megabytes: Annotated[int, typer.Option(min=1, help="About the largest size of a shard, in MiB.")] = 256,
+    validation: Annotated[float, typer.Option(min=0, max=0.99, help="Share held out, as `OUT/validation`.")] = 0.0,
+    classes: Annotated[
+        Path | None, typer.Option(help="Class list: a text file with a name a line, or another set's index.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that read and write; the result is the same.")] = 1,
+) -> None:
+    """Pack class folders of images into shards with their index, shuffled.
+
+    Example: `vitscale data pack imagenet/train shards/train --processes 16`
+    """
+    from vitscale.data.pack import pack_folder
+    from vitscale.data.source import read_classes
+
+    report = pack_folder(
+        str(source),
+        str(out),
+        shard_samples=shard_samples,
+        shard_bytes=shard_megabytes << 20,
+        seed=seed,
+        classes=None if classes is None else read_classes(str(classes)),
+        validation=validation,
+        processes=processes,
+    )
+    for split in report.splits:
+        typer.echo(f"{split.folder}: {count(split.samples, 'image')} in {count(split.shards, 'shard')}, "
+                   f"{split.bytes / 2**20:.1f} MiB, {count(len(report.classes), 'class', 'classes')}")  # fmt: skip
+    if report.empty:
+        typer.echo(f"classes without an image: {', '.join(report.empty)}", err=True)
+    if report.skipped:
+        typer.echo(f"{count(len(report.skipped), 'file')} skipped, named in {out}/skipped.jsonl", err=True)
+
+
+def index_shards(
+    shards: Shards,
+    out: Annotated[Path | None, typer.Option(help="Folder for the index, if not that of the shards.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="Class list: a text file with a name a line.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Shards read at once.")] = 1,
+) -> None:
+    """Make the index of shards that another tool wrote.
+
+    Example: `vitscale data index '/data/imagenet21k/train-{000000..002047}.tar' --processes 16`
+    """
+    from vitscale.data.index import index_shards as make_index
+    from vitscale.data.source import read_classes
+
+    names = () if classes is None else read_classes(str(classes))
+    report = make_index(tuple(shards), None if out is None else str(out), classes=names, processes=processes)
+    _tell_problems(report.problems)
+    typer.echo(
+        f"{', '.join(report.folders)}: {count(report.samples, 'sample')} in {count(report.shards, 'shard')} indexed"
+    )
+
+
+def verify(
+    shards: Shards,
+    processes: Annotated[int, typer.Option(min=1, help="Shards read at once.")] = 1,
+) -> None:
+    """Read everything: checksums, images, labels, duplicate keys. Exit code 1 if something is wrong.
+
+    Example: `vitscale data verify runs/demo/shards/train`
+    """
+    from vitscale.data.verify import verify_shards
+
+    report = verify_shards(tuple(shards), processes=processes)
+    _tell_problems(report.problems)
+    typer.echo(
+        f"{count(report.samples, 'sample')} in {count(report.shards, 'shard')}: "
+        + ("all sound" if report.sound else count(len(report.problems), "problem"))
+    )
+    if not report.sound:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _tell_problems(problems: Sequence[Problem]) -> None:
+    for problem in problems[:_SHOWN]:
+        typer.echo(problem, err=True)
+    if len(problems) > _SHOWN:
+        typer.echo(f"... and {len(problems) - _SHOWN:,} more", err=True)

@@ -1,0 +1,69 @@
+"""Commands for models: `eval`, `export`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitscale.cli.arguments import Source, write_text
+
+
+class Protocol(str, Enum):
+    """How a model is judged."""
+
+    top1 = "top1"
+
+
+class Format(str, Enum):
+    """Formats of model files that export writes."""
+
+    vitscale = "vitscale"
+    timm = "timm"
+
+
+def evaluate(
+    source: Source,
+    data: Annotated[list[str], typer.Option("--data", metavar="SHARDS", help="Labelled shards; may be given again.")],
+    protocol: Annotated[Protocol, typer.Option(help="How the model is judged.")] = Protocol.top1,
+    resolution: Annotated[int | None, typer.Option(min=1, help="Image size, if not the model's own.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images a process evaluates at once.")] = 128,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images.")] = 2,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")] = None,
+) -> None:
+    """Say how good a model is: top-1, top-5 and loss, each image counted once.
+
+    Example: `vitscale eval runs/demo/pretrain --data runs/demo/shards/validation`
+    """
+    from vitscale.train.exchange import evaluate_weights
+
+    result = evaluate_weights(source, tuple(data), image_size=resolution, batch=batch, workers=workers)
+    typer.echo(
+        f"{source}: top-1 {100 * result.top1:.2f} %, top-5 {100 * result.top5:.2f} %, loss {result.loss:.4f} "
+        f"on {result.count} images" + (f", {result.unreadable} unreadable" if result.unreadable else "")
+    )
+    if out is not None:
+        write_text(out, json.dumps({"protocol": protocol.value, "source": source, **dataclasses.asdict(result)}) + "\n")
+
+
+def export(
+    source: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.")],
+    format: Annotated[Format, typer.Option(help="Whose format the file has.")] = Format.vitscale,
+    resolution: Annotated[int | None, typer.Option(min=1, help="Image size; positions are resized to it.")] = None,
+    num_classes: Annotated[
+        int | None, typer.Option(min=0, help="A new classifier of this width, at zero; 0 for none.")
+    ] = None,
+) -> None:
+    """Write a model file from a run, a step or another file, at any resolution.
+
+    Example: `vitscale export runs/demo/pretrain model.safetensors --resolution 64`
+    """
+    from vitscale.train.exchange import export as export_weights
+
+    written = export_weights(source, out, format=format.value, image_size=resolution, num_classes=num_classes)
+    typer.echo(f"{out}: {written}")
