@@ -181,7 +181,8 @@ class World:
         if not missing:
             return f"rank {self.rank}: communication failed during {what} although every rank is alive ({reason})"
         names = ", ".join(str(rank) for rank in missing)
-        return f"rank {self.rank}: rank {names} did not answer within {_GRACE:g} s, during {what} ({reason})"
+        who, log = ("ranks", "their logs say") if len(missing) > 1 else ("rank", "its log says")
+        return f"rank {self.rank}: {who} {names} did not answer during {what}: ended, or hanging; {log} more"
 
 
 def _place() -> tuple[int, int, int, int]:
