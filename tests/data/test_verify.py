@@ -138,10 +138,10 @@ def test_images(tmp_path: Path) -> None:
         *[("e.cls", b"0"), ("e.jpg", image_bytes(1))],
     ]
     found = problems(foreign(tmp_path, members))
-    assert found[0].startswith("x.tar: a: .jpg cannot be decoded: image file is truncated")
+    assert found[0].startswith("x.tar: a: .jpg cannot be decoded: truncated: image file is truncated")
     assert found[1:] == [
-        "x.tar: b: .jpg cannot be decoded: no known image format",
-        "x.tar: c: .jpg cannot be decoded: no known image format",
+        "x.tar: b: .jpg cannot be decoded: not_an_image: 8 bytes that begin with b'no image'",
+        "x.tar: c: .jpg cannot be decoded: empty: 0 bytes",
         "x.tar: d: no image among its fields cls",
     ]
 

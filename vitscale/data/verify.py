@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
+from vitscale.data.decode import BadImage, open_picture
 from vitscale.data.find import ShardEntry, find_shards, merge_classes
 from vitscale.data.pool import run_jobs
 from vitscale.data.sample import LABEL_FIELDS, BadSample, image_field, label_of
@@ -124,16 +122,9 @@ def _sample_faults(buffer: Buffer, span: Span, num_classes: int) -> Iterator[str
 
 
 def _undecodable(content: bytes) -> str | None:
-    """Why these bytes are not a whole image, or None."""
+    """Why training could not use these bytes, or None."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()
-    except UnidentifiedImageError:
-        return "no known image format"
-    except Image.DecompressionBombError:
-        return "more pixels than an image should have"
-    except Exception as error:  # Pillow's decoders raise nearly any kind
-        return str(error) or type(error).__name__
+        open_picture(content).pixels()
+    except BadImage as error:
+        return str(error)
     return None
