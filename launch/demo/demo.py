@@ -48,7 +48,7 @@ class Settings:
 SETTINGS = {
     "digits": Settings(epochs=60, finetune_epochs=8, shard_samples=128),
     "fashion-mnist": Settings(
-        epochs=3, finetune_epochs=0.5, shard_samples=4096, overrides=("schedule.warmup=10 percent",)
+        epochs=3, finetune_epochs=1, shard_samples=4096, overrides=("schedule.warmup=10 percent",)
     ),
 }
 

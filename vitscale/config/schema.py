@@ -363,7 +363,7 @@ class MonitorConfig:
     tensorboard: bool = True
     """Write TensorBoard event files."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = 9400
-    """Port of the metrics endpoint, one a node; the next free one is taken and said if it is in use. Unset: none."""
+    """Port of the metrics endpoint, which rank 0 serves; the next free one is taken and said if it is in use. Unset: none."""
     prometheus_host: Text = "127.0.0.1"
     """Address the endpoint listens on; `0.0.0.0` lets other machines scrape it."""
     max_skipped: Count = 10
