@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_deleted_ends_no_run(
 
 
 def test_a_run_is_listed_oldest_first(world: World, tmp_path: Path) -> None:
-    state = {"config": {"engine": {"kind": "ddp"}}}
+    state = {"engine_kind": "ddp"}
     for step in (20, 3):
         checkpoint.save(tmp_path, step=step, engine=engine_of(world, step), world=world, state=state)
     (tmp_path / "checkpoints" / "step_00000020" / "state.json").unlink()

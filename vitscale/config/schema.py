@@ -226,6 +226,8 @@ class DataConfig:
     """Smallest and largest share of the image's area that an Inception crop covers (big_vision 0.05, timm 0.08)."""
     crop_ratio: tuple[Positive, Positive] = (0.75, 1.3333333333333333)
     """Smallest and largest aspect (width over height) of an Inception crop."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """Kind of resizing, in training and evaluation, always with antialiasing."""
     flip: bool = True
     """Mirror half of the training images left to right. Wrong for digits and text."""
     eval_resize: Count | None = None
@@ -363,7 +365,8 @@ class MonitorConfig:
     tensorboard: bool = True
     """Write TensorBoard event files."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = 9400
-    """Port of the metrics endpoint, which rank 0 serves; the next free one is taken and said if it is in use. Unset: none."""
+    """Port of the metrics endpoint, which rank 0 serves; the next free one is taken and said if it is in use. Unset:
+    none."""
     prometheus_host: Text = "127.0.0.1"
     """Address the endpoint listens on; `0.0.0.0` lets other machines scrape it."""
     max_skipped: Count = 10

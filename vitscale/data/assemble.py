@@ -17,7 +17,7 @@ import torch
 
 from vitscale.data.augment import View
 from vitscale.data.batch import Batch
-from vitscale.data.decode import BadImage, open_picture
+from vitscale.data.decode import BadImage, Interpolation, open_picture
 from vitscale.data.order import Plan
 from vitscale.data.reader import Run, RunReader
 from vitscale.data.sample import BadSample, image_field, label_of
@@ -66,6 +66,7 @@ class Assembler:
         index: The shards.
         view: What is shown of an image.
         size: Height and width of the images.
+        interpolation: Kind of resizing.
         num_classes: Labels must be below it; 0 accepts any.
         workers: Threads that decode; with 0 all is done by the thread that asks for a batch.
         ahead: Batches that are worked on before they are asked for; none with 0 workers.
@@ -78,6 +79,7 @@ class Assembler:
         *,
         view: ViewOf,
         size: tuple[int, int],
+        interpolation: Interpolation,
         num_classes: int,
         workers: int,
         ahead: int,
@@ -86,6 +88,7 @@ class Assembler:
         self._index = index
         self._view = view
         self._size = size
+        self._interpolation = interpolation
         self._num_classes = num_classes
         self._ahead = ahead if workers else 0
         self._decoders = ThreadPoolExecutor(workers, "decode") if workers else _Here()
@@ -149,7 +152,7 @@ class Assembler:
         try:
             picture = open_picture(sample.fields[image_field(sample.fields)])
             box, flip = self._view(slot.epoch, slot.sample, picture.height, picture.width)
-            pixels = picture.crop(box, self._size).numpy()
+            pixels = picture.crop(box, self._size, interpolation=self._interpolation).numpy()
         except BadSample as error:
             raise _Unusable("image", "no_image", str(error)) from None
         except BadImage as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from vitscale.config.schema import EngineConfig, OptimConfig
@@ -35,14 +37,18 @@ def build_engine(
     """
     micro_batch = check_batch(global_batch, world_size=world.world_size, micro_batch=engine.micro_batch)
     model.to(world.device)
-    kind = engine.kind
-    if kind == "auto":
-        kind = "deepspeed" if world.world_size > 1 else "ddp"
-    if kind == "ddp":
+    if engine_kind(engine, world_size=world.world_size) == "ddp":
         return NativeEngine(model, objective, optim=optim, engine=engine, world=world, micro_batch=micro_batch)
     from vitscale.engines.zero import ZeroEngine
 
     return ZeroEngine(model, objective, optim=optim, engine=engine, world=world, micro_batch=micro_batch)
+
+
+def engine_kind(engine: EngineConfig, *, world_size: int) -> Literal["ddp", "deepspeed"]:
+    """Which engine a config means on so many ranks."""
+    if engine.kind == "auto":
+        return "deepspeed" if world_size > 1 else "ddp"
+    return engine.kind
 
 
 def check_batch(global_batch: int, *, world_size: int, micro_batch: int | None) -> int:

@@ -262,12 +262,12 @@ def _charts(history: History) -> list[Picture]:
 
 def _learned(run_dir: Path) -> tuple[Learned | None, str]:
     """What the newest checkpoint, else a model file, holds of positions and kernels; or why there is none."""
-    newest = checkpoint.latest(run_dir)
-    if newest is not None:
-        try:
+    try:
+        newest = checkpoint.latest(run_dir)
+        if newest is not None:
             return _from_checkpoint(newest), ""
-        except UserError as error:
-            return None, error.message
+    except UserError as error:
+        return None, error.message
     for file in sorted(run_dir.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             weights = load_weights(file)

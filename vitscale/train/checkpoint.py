@@ -376,7 +376,7 @@ def list_checkpoints(run_dir: str | Path) -> list[Entry]:
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         try:
             state = read(path).state
-            engine, ranks, when = str(state["config"]["engine"]["kind"]), int(state["ranks"]), float(state["time"])
+            engine, ranks, when = str(state["engine_kind"]), int(state["ranks"]), float(state["time"])
         except (CheckpointError, KeyError, TypeError):
             engine, ranks, when = "?", 0, path.stat().st_mtime
         entries.append(Entry(path, step, when, size, engine, ranks, problems))

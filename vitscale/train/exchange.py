@@ -58,9 +58,14 @@ def preprocessing_of(config: Mapping[str, Any]) -> Preprocessing:
     """How images must be prepared for a model of this config, which is as `config_to_dict` gives it."""
     data, size = config["data"], config["model"]["image_size"]
     shorter = size if isinstance(size, int) else min(size)
-    resize = data["eval_resize"] or round(shorter / _CROP_SHARE)
+    squash = data["crop"] == "resize"
+    resize = shorter if squash else data["eval_resize"] or round(shorter / _CROP_SHARE)
     return Preprocessing(
-        mean=tuple(data["mean"]), std=tuple(data["std"]), interpolation="bicubic", crop_pct=shorter / resize
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+        interpolation=data["interpolation"],
+        crop_pct=shorter / resize,
+        crop_mode="squash" if squash else "center",
     )
 
 
@@ -158,10 +163,14 @@ def _eval_config(
         return plain
     if len(preprocessing.mean) != 3 or len(preprocessing.std) != 3:
         raise UserError(f"a model of {len(preprocessing.mean)} channels cannot be judged on RGB images")
+    if preprocessing.interpolation == "nearest":
+        raise UserError("the file asks for images resized by nearest neighbours, which evaluation does not do")
     return replace(
         plain,
         mean=preprocessing.mean,
         std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        crop="resize" if preprocessing.crop_mode == "squash" else plain.crop,
         eval_resize=max(size, round(size / preprocessing.crop_pct)),
     )
 

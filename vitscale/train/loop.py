@@ -25,7 +25,7 @@ from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader, TrainLoader
 from vitscale.data.shards import ShardIndex, load_index
 from vitscale.engines.base import Engine
-from vitscale.engines.build import build_engine
+from vitscale.engines.build import build_engine, engine_kind
 from vitscale.engines.parallelize import apply_checkpointing
 from vitscale.evaluate.accuracy import Accuracy, evaluate
 from vitscale.logs import STEPS
@@ -110,7 +110,7 @@ def train(config: RunConfig, world: World) -> TrainResult:
     about = {
         "name": config.name,
         "model": config.model.name or f"{config.model.embed_dim}x{config.model.depth}/{config.model.patch_size}",
-        "engine": config.engine.kind,
+        "engine": engine_kind(config.engine, world_size=world.world_size),
         "ranks": str(world.world_size),
     }
     restarts = len(read_history(run_dir).attempts) if world.is_first else 0
@@ -174,7 +174,7 @@ def train(config: RunConfig, world: World) -> TrainResult:
                 bad.check(recorder.totals, run_dir=run_dir)
             if saving:
                 with throughput.paused():
-                    state = run_state(config, index, recorder)
+                    state = run_state(config, index, recorder, engine=about["engine"])
                     save_run(config, engine, world, recorder, step=step, state=state, must=stopped or step == total)
                     if world.is_first:
                         checkpoint.prune(run_dir, keep_last=config.checkpoint.keep_last, keep_every=keep_every)
@@ -213,11 +213,12 @@ def evaluate_run(config: RunConfig, engine: Engine, world: World, recorder: Reco
     return accuracy
 
 
-def run_state(config: RunConfig, index: ShardIndex, recorder: Recorder) -> dict[str, Any]:
+def run_state(config: RunConfig, index: ShardIndex, recorder: Recorder, *, engine: str) -> dict[str, Any]:
     """What a checkpoint keeps beside the tensors, so that the run can go on or be understood."""
     return {
         "name": config.name,
         "config": config_to_dict(config),
+        "engine_kind": engine,
         "classes": list(index.classes),
         "data_digest": index.digest,
         "totals": recorder.totals,

@@ -27,25 +27,24 @@ from vitscale.world import World
 
 log = logging.getLogger(__name__)
 
-_SAME = (
-    "seed",
-    "global_batch",
-    "model.embed_dim",
-    "model.depth",
-    "model.num_heads",
-    "model.mlp_dim",
-    "model.patch_size",
-    "model.image_size",
-    "model.num_classes",
-    "model.pool",
-    "data.streams",
-    "data.shuffle_window",
-    "optim.kind",
-)
-"""Keys that must not change between a checkpoint and the run that goes on from it."""
+_SAME = ("seed", "global_batch", "model", "data.streams", "data.shuffle_window", "optim.kind")
+"""Keys and sections that must not change between a checkpoint and the run that goes on from it."""
 
-_TOLD = ("duration", "schedule", "optim", "data.crop_area", "loss")
-"""Keys whose change is allowed but said, since it moves the curves."""
+_FREE = {
+    "model.name",
+    "model.activation_checkpointing",
+    "model.attention_dropout",
+    "model.drop_path",
+    "model.drop_path_schedule",
+    "model.dropout",
+    "model.frozen_stages",
+    "model.patch_dropout",
+}
+"""Keys of those sections that may: the weights mean the same with any value."""
+
+_TOLD = ("duration", "schedule", "optim", "loss", "data.crop", "data.crop_area", "data.crop_ratio", "data.flip",
+         "model.attention_dropout", "model.drop_path", "model.dropout", "model.patch_dropout")  # fmt: skip
+"""Keys and sections whose change is allowed but said, since it moves the curves."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,11 @@ def find_start(config: RunConfig, *, data_digest: str, world: World) -> Start:
 def _resume(path: Path, config: RunConfig, data_digest: str, *, words: str) -> Start:
     saved = checkpoint.read(path)
     now, then = config_to_dict(config), saved.state["config"]
-    changed = [f"{key}: {_get(then, key)} there, {_get(now, key)} here" for key in _differences(_SAME, now, then)]
+    changed = [
+        f"{key}: {_get(then, key)} there, {_get(now, key)} here"
+        for key in _differences(_SAME, now, then)
+        if key not in _FREE
+    ]
     if saved.state["data_digest"] != data_digest:
         changed.append(f"data.train: shards {saved.state['data_digest']} there, {data_digest} here")
     if changed:
@@ -118,7 +121,15 @@ def _resume(path: Path, config: RunConfig, data_digest: str, *, words: str) -> S
 
 
 def _differences(keys: tuple[str, ...], now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    return [key for key in keys if _get(now, key) != _get(then, key)]
+    """The keys, and those in the sections, whose values differ."""
+    found: list[str] = []
+    for key in keys:
+        old, new = _get(then, key), _get(now, key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += _differences(tuple(f"{key}.{name}" for name in {**new, **old}), now, then)
+        elif old != new:
+            found.append(key)
+    return found
 
 
 def _get(tree: Mapping[str, Any], key: str) -> Any:

@@ -5,7 +5,7 @@ What vitscale writes is a safetensors file with one entry `vitscale` in its meta
     version         1
     names           whose names the tensors bear: "vitscale" or "timm"
     model           every field of the model
-    preprocessing   mean, std, interpolation, crop_pct, or null
+    preprocessing   mean, std, interpolation, crop_pct, crop_mode, or null
     class_names     what the classifier's outputs are called, in their order, or null
 
 Read are these, and timm's Vision Transformers: safetensors, or what `torch.save` wrote (.pth, .pt, .bin, .pth.tar),
@@ -38,6 +38,7 @@ from vitscale.weights.names import unwrapped
 from vitscale.weights.timm import from_timm, is_timm, timm_config, to_timm
 
 Interpolation: TypeAlias = Literal["nearest", "bilinear", "bicubic"]
+CropMode: TypeAlias = Literal["center", "squash"]
 
 _VERSION = 1
 _CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -63,12 +64,15 @@ class Preprocessing:
         std: Divided by after that, per channel.
         interpolation: Kind of resizing.
         crop_pct: Side of the centre crop over the shorter side of the resized image.
+        crop_mode: `center` resizes the shorter side and cuts the centre out; `squash` resizes the whole image to the
+            size wanted, whatever its aspect.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: Interpolation
     crop_pct: float
+    crop_mode: CropMode = "center"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +192,14 @@ def _from_header(state: dict[str, Tensor], text: str) -> Weights:
 def _preprocessing(fields: Mapping[str, Any]) -> Preprocessing:
     if fields["interpolation"] not in get_args(Interpolation):
         raise ValueError(f"interpolation {fields['interpolation']!r}")
+    if fields.get("crop_mode", "center") not in get_args(CropMode):
+        raise ValueError(f"crop_mode {fields['crop_mode']!r}")
     return Preprocessing(
         mean=tuple(map(float, fields["mean"])),
         std=tuple(map(float, fields["std"])),
         interpolation=fields["interpolation"],
         crop_pct=float(fields["crop_pct"]),
+        crop_mode=fields.get("crop_mode", "center"),
     )
 
 
