@@ -86,7 +86,7 @@ def _lose(world: World) -> tuple[str, int, float]:
 @pytest.mark.integration
 def test_who_does_not_come_in_time_is_named() -> None:
     message, code, seconds = run_ranks(3, _lose)[0]
-    assert "rank 1 did not answer" in message
+    assert "rank 1 did not answer for 2 s" in message
     assert "during the save of step 7" in message
     assert code == EXIT_CRASHED
     assert seconds < 8

@@ -30,8 +30,8 @@ Reduction = Literal["sum", "max", "min"]
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _GRACE = 3.0  # seconds for the other ranks to notice that something is wrong and to say that they are alive
-_LOST = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe",
-         "socket", "gloo", "nccl", "process group", "wait for", "barrier")  # fmt: skip
+_CLOSED = ("connection closed", "connection reset", "connection refused", "broken pipe")
+_LOST = (*_CLOSED, "timed out", "timeout", "socket", "gloo", "nccl", "process group", "wait for", "barrier")
 
 
 @dataclass
@@ -182,7 +182,9 @@ class World:
             return f"rank {self.rank}: communication failed during {what} although every rank is alive ({reason})"
         names = ", ".join(str(rank) for rank in missing)
         who, log = ("ranks", "their logs say") if len(missing) > 1 else ("rank", "its log says")
-        return f"rank {self.rank}: {who} {names} did not answer during {what}: ended, or hanging; {log} more"
+        ended = any(word in reason.lower() for word in _CLOSED)
+        how = "ended" if ended else f"did not answer for {self.timeout:g} s"
+        return f"rank {self.rank}: {who} {names} {how} during {what}; {log} more"
 
 
 def _place() -> tuple[int, int, int, int]:

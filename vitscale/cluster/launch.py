@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -45,6 +48,7 @@ def launch_local(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this module says it better
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(timeout))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    signal.signal(signal.SIGUSR1, _pass_on)  # of the signals that ask for a save, torch's agent knows all but this
     for attempt in range(max_restarts + 1):
         try:
             failures = _attempt(arguments, processes)
@@ -70,6 +74,11 @@ def launch_local(
     return EXIT_FAILED
 
 
+def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
+    """What torch's agent does on the signals that it knows: it then sends the same to its ranks."""
+    raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+
+
 def _attempt(arguments: Sequence[str], processes: int) -> Mapping[int, ProcessFailure]:
     """Run the ranks once; what failed, by rank."""
     with tempfile.TemporaryDirectory(prefix="vitscale-agent-") as scratch:
@@ -92,11 +101,15 @@ def _attempt(arguments: Sequence[str], processes: int) -> Mapping[int, ProcessFa
 
 
 def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that brought the others about: a signal before an exit, an exit that says why before a lost peer."""
+    """The failure that brought the others about.
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+    That is the first one seen: a rank that hung is killed long after the others gave up on it. Of those seen at once, a
+    signal comes before an exit, and an exit that says why before a lost peer.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, bool, bool, int]:
         rank, failure = item
-        return failure.exitcode >= 0, failure.exitcode not in (EXIT_FAILED, EXIT_USAGE), rank
+        return failure.timestamp, failure.exitcode >= 0, failure.exitcode not in (EXIT_FAILED, EXIT_USAGE), rank
 
     return min(failures.items(), key=order)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,10 +27,9 @@ def preflight(config: RunConfig, *, ranks: int) -> None:
     """
     problems: list[str] = []
     checks: list[Callable[[], object]] = [
-        lambda: check_writable(Path(config.run_dir)),
+        lambda: check_folder(config),
         lambda: check_batch(config.global_batch, world_size=ranks, micro_batch=config.engine.micro_batch),
         lambda: check_shards(config),
-        lambda: check_space(config),
     ]
     for check in checks:
         try:
@@ -40,6 +40,12 @@ def preflight(config: RunConfig, *, ranks: int) -> None:
         raise UserError("\n".join(problems), exit_code=EXIT_USAGE)
 
 
+def check_folder(config: RunConfig) -> None:
+    """The run folder: it can be written, and has room."""
+    check_writable(Path(config.run_dir))
+    check_space(config)
+
+
 def check_writable(run_dir: Path) -> None:
     """Create the run folder and try a file in it."""
     try:
@@ -47,9 +53,8 @@ def check_writable(run_dir: Path) -> None:
         with tempfile.TemporaryFile(dir=run_dir):
             pass
     except OSError as error:
-        user = os.environ.get("USER", f"user {os.getuid()}")
         raise UserError(
-            f"run_dir: {run_dir} cannot be written ({error.strerror}); name a folder that {user} may write"
+            f"run_dir: {run_dir} cannot be written ({error.strerror}); name a folder that {_user()} may write"
         ) from error
 
 
@@ -60,6 +65,7 @@ def check_shards(config: RunConfig) -> None:
     if config.data.validation is None:
         return
     validation = load_index(config.data.validation)
+    check_classes(validation.classes, config.model.num_classes, key="data.validation")
     if train.classes and validation.classes and train.classes != validation.classes:
         raise UserError(
             f"data.validation has {len(validation.classes)} classes, data.train {len(train.classes)}, and label for "
@@ -68,13 +74,22 @@ def check_shards(config: RunConfig) -> None:
 
 
 def check_space(config: RunConfig) -> None:
-    """Compare the free space with what the checkpoints that are kept need at one time."""
+    """Compare the free space with what the checkpoints that are still to come need at one time."""
+    run_dir, kept = Path(config.run_dir), config.checkpoint.keep_last
     values = sum(math.prod(shape) for shape in expected_shapes(config.model).values())
     slots = 1 + len(slots_of(config.optim)) + (config.optim.ema_decay is not None)
-    needed = 4 * values * slots * (config.checkpoint.keep_last + 1)
-    free = shutil.disk_usage(config.run_dir).free
+    size = 4 * values * slots
+    there = min(kept, sum(1 for _ in run_dir.glob("checkpoints/step_*")))
+    needed, free = size * (kept + 1 - there), shutil.disk_usage(run_dir).free
     if free < needed:
         raise UserError(
-            f"run_dir: {config.run_dir} has {free / 1e9:.2f} GB free; {config.checkpoint.keep_last} checkpoints and "
-            f"the one being written take {needed / 1e9:.2f} GB (checkpoint.keep_last)"
+            f"run_dir: {run_dir} has {free / 1e9:.2f} GB free; {kept} checkpoints and the one being written take "
+            f"{needed / 1e9:.2f} GB{' more' if there else ''} (checkpoint.keep_last)"
         )
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return f"user {os.geteuid()}"
