@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -115,7 +116,8 @@ def title(text: str) -> None:
 def vitscale(*arguments: str) -> None:
     """Run one command as a user would, and stop the demo if it fails."""
     console.print(f"$ vitscale {shlex.join(arguments)}", style="cyan")
-    done = subprocess.run([sys.executable, "-m", "vitscale", *arguments], check=False)
+    on_cpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the demo needs two processes, which one GPU would not take
+    done = subprocess.run([sys.executable, "-m", "vitscale", *arguments], env=on_cpus, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
