@@ -1,7 +1,7 @@
 """What a run is: every section a frozen dataclass, a docstring under each field.
 
-The docstrings are the reference of all keys: they feed `vitscale train --help-config`, the generated
-`docs/config.md` and the JSON schema that editors read. Nothing here does I/O and nothing fills in a field:
+The docstrings are the reference of all keys: they feed the generated `docs/config.md` and the JSON schema that editors
+read. Nothing here does I/O and nothing fills in a field:
 derived values are functions of the config and the world. `name: B/16` is expanded by `config.validate` before
 this schema sees it, so that a `RunConfig` always holds every number of the run. Bounds of a single key stand in its
 type; what several keys owe each other stands in `config.check`.
@@ -239,8 +239,9 @@ class DataConfig:
     shuffle_window: Count = 4
     """Shards that are mixed with each other at any moment within one stream of the order."""
     streams: Count | None = None
-    """Streams the order is made of; must divide `global_batch`, and the number of ranks must divide it, on every
-    resume too. Unset: chosen from `global_batch` alone."""
+    """Streams that the order is made of, read side by side; must divide `global_batch`. Where the number of ranks
+    divides it, each piece of a shard is read by one rank alone. Unset: chosen from `global_batch` and the number of
+    samples."""
     max_bad_fraction: Share = 0.01
     """The run stops when more than this share of the samples read so far could not be used."""
 
