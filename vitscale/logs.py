@@ -39,6 +39,8 @@ def log_path(run_dir: str | Path, rank: int) -> Path:
 def start_logging(run_dir: str | Path, rank: int) -> None:
     """Send this process's log lines, and for ranks above 0 all its output, to the rank's file.
 
+    Other packages are heard from warnings on.
+
     Raises:
         UserError: The run folder cannot be written.
     """
@@ -58,12 +60,13 @@ def start_logging(run_dir: str | Path, rank: int) -> None:
             os.dup2(stream.fileno(), descriptor)
     faulthandler.enable(stream)
     logging.basicConfig(
-        level=logging.INFO,
+        level=logging.WARNING,
         format=f"%(asctime)s rank {rank} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
         handlers=handlers,
         force=True,
     )
+    logging.getLogger("vitscale").setLevel(logging.INFO)
 
 
 def last_lines(path: Path, count: int) -> list[str]:

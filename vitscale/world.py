@@ -28,7 +28,7 @@ from vitscale.errors import EXIT_CRASHED, EXIT_USAGE, UserError
 
 Reduction = Literal["sum", "max", "min"]
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _GRACE = 3.0  # seconds for the other ranks to notice that something is wrong and to say that they are alive
 _CLOSED = ("connection closed", "connection reset", "connection refused", "broken pipe")
 _LOST = (*_CLOSED, "timed out", "timeout", "socket", "gloo", "nccl", "process group", "wait for", "barrier")
@@ -166,7 +166,8 @@ class World:
 
     def _listen(self) -> None:
         for number in _STOP_SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.runs import write_config, write_shards
+from helpers.runs import vitscale, write_config, write_shards
 from helpers.tars import class_folders
 
 from vitscale.cluster.preflight import check_writable, preflight
@@ -28,12 +29,13 @@ def shards(tmp_path: Path) -> Path:
 
 def problems(config: Path, *overrides: str, ranks: int = 2) -> list[str]:
     """The lines of what preflight says; none when all is well."""
+    said: list[UserError] = []
     try:
         preflight(load_config(config, overrides), ranks=ranks)
     except UserError as error:
-        assert error.exit_code == EXIT_USAGE
-        return error.message.splitlines()
-    return []
+        said.append(error)
+    assert all(error.exit_code == EXIT_USAGE for error in said)
+    return [line for error in said for line in error.message.splitlines()]
 
 
 def test_a_sound_run_passes_and_has_its_folder(shards: Path, tmp_path: Path) -> None:
@@ -97,21 +99,17 @@ def test_a_file_system_that_is_read_only(shards: Path, tmp_path: Path) -> None:
 
 
 def test_not_enough_room_for_the_checkpoints(shards: Path, tmp_path: Path) -> None:
-    """ViT-22B has 21.743e9 parameters (table 1 of its paper, without a head): weights, two moments and an average."""
-    large = ("model.name=22B/14", "model.image_size=224", "model.num_classes=3", "checkpoint.keep_last=999")
-    (line,) = problems(write_config(tmp_path, shards), *(key for key in large), *_without_sizes())
+    """48 blocks of width 6144, as in ViT-22B: 12 * 6144**2 parameters each, with two moments and an average."""
+    large = ["embed_dim=6144", "depth=48", "num_heads=48", f"mlp_dim={4 * 6144}"]
+    config = write_config(tmp_path, shards, checkpoint={"keep_last": 999})
+    (line,) = problems(config, *(f"model.{size}" for size in large))
     found = re.fullmatch(
         rf"run_dir: {tmp_path}/run has [0-9.]+ GB free; 999 checkpoints and the one being written take ([0-9.]+) GB "
         r"\(checkpoint\.keep_last\)",
         line,
     )
     assert found, line
-    assert float(found[1]) == pytest.approx(1000 * 21.743 * 4 * 4, rel=0.01)
-
-
-def _without_sizes() -> tuple[str, ...]:
-    """Overrides that set the dimensions of the small model to those of ViT-22B."""
-    return ("model.patch_size=14", "model.embed_dim=6144", "model.depth=48", "model.num_heads=48", "model.mlp_dim=24576")
+    assert float(found[1]) == pytest.approx(1000 * 48 * 12 * 6144**2 * 4 * 4 / 1e9, rel=1e-3)
 
 
 def test_checkpoints_that_are_there_need_no_more_room(shards: Path, tmp_path: Path) -> None:
@@ -153,8 +151,8 @@ def test_ranks_and_micro_batches_divide_the_batch(
 
 def test_no_shards(shards: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, shards)
-    assert problems(config, f"data.train={shards}/trian") == [
-        f"no shards found for '{shards}/trian': {shards} holds images, train, validation; did you mean 'train'?"
+    assert problems(config, f"data.train={shards}/tarin") == [
+        f"no shards found for '{shards}/tarin': {shards} holds images, train, validation; did you mean 'train'?"
     ]
     assert problems(config, f"data.validation={shards}/images")[0].startswith(f"no shards found in {shards}/images: ")
 
@@ -166,6 +164,9 @@ def test_a_shard_that_is_not_the_one_of_the_index(shards: Path, tmp_path: Path) 
     (line,) = problems(write_config(tmp_path, shards))
     assert f"{shard} has {before + 512:,} bytes, the index says {before:,}" in line
     assert f"`vitscale data index {shards}/train`" in line
+    shard.unlink()
+    (line,) = problems(write_config(tmp_path, shards))
+    assert f"{shard} should have {before:,} bytes and cannot be read (No such file or directory)" in line
 
 
 def test_classes_that_the_model_does_not_have(shards: Path, tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_validation_of_other_classes(shards: Path, tmp_path: Path) -> None:
 
 def test_validation_of_too_many_classes_where_training_names_none(shards: Path, tmp_path: Path) -> None:
     index = shards / "train/index.json"
-    index.write_text(index.read_text().replace('["c0", "c1", "c2"]', "[]"))
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"classes": []}))
     config = write_config(tmp_path, shards, model={"num_classes": 2})
     assert problems(config) == ["data.validation has 3 classes, model.num_classes is 2; set it to 3 or more"]
 
@@ -196,3 +197,11 @@ def test_everything_is_said_at_once(shards: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, shards, run_dir=str(tmp_path / "file/run"))
     lines = problems(config, f"data.train={tmp_path}/nowhere", ranks=5)
     assert [line.split(" ")[0] for line in lines] == ["run_dir:", "global_batch", "no"]
+
+
+@pytest.mark.integration
+def test_launch_says_it_and_starts_nothing(shards: Path, tmp_path: Path) -> None:
+    done = vitscale("launch", write_config(tmp_path, shards), "--on", "local", "--gpus-per-node", 3)
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr == "vitscale: global_batch is 8, which 3 ranks do not divide; 6 or 9 would do\n"
+    assert not (tmp_path / "run/logs").exists()

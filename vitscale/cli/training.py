@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +53,8 @@ def finetune(
     """
     from vitscale.config.load import load_config
 
-    sys.exit(_train(load_config(config, [*(overrides or []), f"init.weights={json.dumps(source)}"])))
+    weights = f"init.weights={json.dumps(source, ensure_ascii=False)}"
+    sys.exit(_train(load_config(config, [*(overrides or []), weights])))
 
 
 def launch(
@@ -62,7 +64,7 @@ def launch(
     nodes: Annotated[int, typer.Option(min=1, max=1, help="Number of nodes; one, with `--on local`.")] = 1,
     on: Annotated[Platform, typer.Option(help="Where to start the ranks.")] = Platform.local,
     max_restarts: Annotated[
-        int | None, typer.Option(help="Restarts after a crash; else `cluster.max_restarts`.")
+        int | None, typer.Option(min=0, help="Restarts after a crash; else `cluster.max_restarts`.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the command, start nothing.")
@@ -81,7 +83,7 @@ def launch(
     preflight(run, ranks=nodes * gpus_per_node)
     arguments = ["train", config, *overrides]
     if dry_run:
-        typer.echo(f"{gpus_per_node} x vitscale {' '.join(arguments)}")
+        typer.echo(f"{gpus_per_node} x vitscale {shlex.join(arguments)}")
         return
     from vitscale.cluster.launch import launch_local
 
@@ -98,10 +100,12 @@ def launch(
 
 def _train(config: RunConfig) -> int:
     """One rank from its start to its exit code."""
+    from vitscale.cluster.orphans import end_with_parent
     from vitscale.logs import start_logging
     from vitscale.train.loop import train as train_run
     from vitscale.world import World
 
+    end_with_parent()
     world = World.start(timeout=config.cluster.timeout)
     log = logging.getLogger("vitscale")
     try:
