@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 _SHAPED = ("attention", "block", "layers", "outputs", "patch", "position", "rotary", "vit")
+settings.register_profile("vitscale", deadline=None)  # how long an example takes decides nothing
+settings.load_profile("vitscale")
 install_import_hook([f"vitscale.models.{name}" for name in _SHAPED], "beartype.beartype")
 
 

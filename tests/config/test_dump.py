@@ -59,7 +59,7 @@ configs = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(config=configs)
 def test_a_dumped_run_reads_back_equal(write: Write, config: RunConfig) -> None:
     assert list(check_run(config)) == []

@@ -80,7 +80,7 @@ lines = st.lists(
 )  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(text=st.one_of(st.text(max_size=40), lines.map("\n".join)), override=st.text(max_size=12).map("seed={}".format))
 def test_whatever_is_written_ends_in_a_config_or_in_sentences(write: Write, text: str, override: str) -> None:
     try:

@@ -95,7 +95,7 @@ def test_any_range_is_what_was_written(tmp_path: Path, format: int) -> None:
             assert [(s.key, s.fields) for s in read_samples(index, 0, start, stop)] == wanted[start:stop]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_samples_come_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     keys = data.draw(st.lists(st.from_regex(r"[A-Za-z0-9_é/-]{1,110}", fullmatch=True), min_size=1, unique=True))

@@ -33,7 +33,7 @@ def archive(files: list[tuple[str, bytes]], format: int) -> bytes:
 
 
 @given(files=st.lists(st.tuples(names, st.binary(max_size=1200)), max_size=6), format=st.sampled_from(FORMATS[1:]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_reads_what_tarfile_wrote(files: list[tuple[str, bytes]], format: int) -> None:
     content = archive(files, format)
     found = [(m.name, content[m.data : m.data + m.size]) for m in archive_members(content)]

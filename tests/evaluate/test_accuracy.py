@@ -71,7 +71,7 @@ def counted(logits: NDArray[np.float32], labels: NDArray[np.int64], kinds: NDArr
     return Accuracy(first / count, among_five / count, math.fsum(losses) / count, count, unreadable)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32 - 1),
     images=st.integers(0, 40),

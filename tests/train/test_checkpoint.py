@@ -64,7 +64,7 @@ def test_what_was_saved_comes_back(world: World, tmp_path: Path) -> None:
     assert fresh.state() == {"updates": 3.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), kind=st.sampled_from(["param", "exp_avg", "ema"]))
 def test_any_range_of_any_tensor_is_read(many_ranges: checkpoint.Checkpoint, data: st.DataObject, kind: Kind) -> None:
     expected = SplitEngine(small_model()).fill(3).tensors
