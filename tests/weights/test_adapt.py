@@ -99,8 +99,8 @@ def test_every_misshapen_tensor_is_named() -> None:
         ({"patch_size": 8}, r"patch_embed.proj.weight: \[24, 3, 4, 4\] in place of \[24, 3, 8, 8\]"),
         ({"depth": 5}, r"missing: blocks.{3..4}.norm1.weight"),
         ({"depth": 2}, r"not in the model: blocks.2.norm1.weight"),
-        ({"pool": "gap"}, r"missing: fc_norm.weight, fc_norm.bias; not in the model: cls_token, norm.weight"),
-        ({"qkv_bias": False}, r"not in the model: blocks.{0..2}.attn.qkv.bias"),
+        ({"pool": "gap"}, r"the weights need pool: cls \(asked for: gap\)"),
+        ({"qkv_bias": False}, r"the weights need qkv_bias: True \(asked for: False\)"),
         ({"num_heads": 6}, r"the weights need num_heads: 3 \(asked for: 6\)"),
         ({"activation": "gelu_tanh"}, r"the weights need activation: gelu \(asked for: gelu_tanh\)"),
         ({"norm_eps": 1e-5}, r"the weights need norm_eps: 1e-06 \(asked for: 1e-05\)"),
@@ -117,3 +117,62 @@ def test_a_state_that_is_not_of_its_config_is_refused() -> None:
     del state["blocks.1.norm1.bias"]
     with pytest.raises(UserError, match=r"missing: blocks.1.norm1.bias"):
         adapt(state, TINY, TINY, head="keep")
+
+
+@pytest.mark.parametrize("covered", ["all", "class", "none"])
+def test_only_the_prefix_that_has_positions_is_kept_aside(covered: str) -> None:
+    source = replace(TINY, image_size=16, num_registers=2, pos_embed_prefix=covered)
+    target = replace(source, image_size=24)
+    state = weights_of(source)
+    prefix = {"all": 3, "class": 1, "none": 0}[covered]
+    adapted, _ = adapt(state, source, target, head="keep")
+    expected = resample_abs_pos_embed(state["pos_embed"], [6, 6], [4, 4], num_prefix_tokens=prefix)
+    torch.testing.assert_close(adapted["pos_embed"], expected)
+    VisionTransformer(target).load_state_dict(adapted, strict=True)
+
+
+def test_positions_are_resized_in_the_way_of_the_target() -> None:
+    source = replace(TINY, image_size=16)
+    state = weights_of(source)
+    grid = state["pos_embed"][:, 1:].reshape(1, 4, 4, 24).permute(0, 3, 1, 2)
+    ways = {
+        "bicubic": dict(mode="bicubic"),
+        "bilinear": dict(mode="bilinear"),
+        "bilinear_antialias": dict(mode="bilinear", antialias=True),
+        "corner_aligned": dict(mode="bilinear", align_corners=True),
+    }
+    for way, how in ways.items():
+        target = replace(source, image_size=8, pos_embed_resize=way)
+        adapted, _ = adapt(state, source, target, head="keep")
+        expected = torch.nn.functional.interpolate(grid, size=(2, 2), **how)  # type: ignore[arg-type]
+        torch.testing.assert_close(adapted["pos_embed"][:, 1:], expected.permute(0, 2, 3, 1).flatten(1, 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_heads": 6},
+        {"activation": "gelu_tanh"},
+        {"norm_eps": 1e-12},
+        {"qk_scale": 0.1},
+        {"v_shortcut": True},
+        {"pool": "none", "class_token": True},
+        {"pool": "gap", "class_token": True, "final_norm": "tokens"},
+        {"patch_padding": "corner"},
+    ],
+    ids=str,
+)
+def test_what_computes_something_else_with_equal_tensors_is_refused(change: dict[str, Any]) -> None:
+    target = replace(TINY, **change)
+    state = weights_of(TINY)
+    assert {n: t.shape for n, t in weights_of(target).items()} == {n: t.shape for n, t in state.items()}
+    with pytest.raises(UserError, match=f"the weights need .*{next(iter(change))}: "):
+        adapt(state, TINY, target, head="keep")
+
+
+def test_what_training_alone_knows_of_may_differ() -> None:
+    target = replace(TINY, drop_path=0.2, dropout=0.1, frozen_stages=1, class_token=True, name="any")
+    state = weights_of(TINY)
+    adapted, report = adapt(state, TINY, target, head="keep")
+    assert report.matched == tuple(state)
+    assert all(adapted[name] is state[name] for name in state)

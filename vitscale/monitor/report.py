@@ -24,7 +24,7 @@ from torch import Tensor
 from vitscale.config.load import load_config, model_from_dict
 from vitscale.config.schema import ModelConfig, RunConfig
 from vitscale.errors import EXIT_USAGE, UserError
-from vitscale.models.position import grid_height_width, num_prefix_tokens
+from vitscale.models.position import grid_height_width, num_prefix_positions
 from vitscale.monitor.figures import (
     Curve,
     chart,
@@ -303,7 +303,7 @@ def _similarity(title: str, learned: Learned) -> Picture:
     if _POSITIONS not in learned.tensors:
         return Picture(title, "The model learns no positions.")
     rows, columns = grid_height_width(learned.config)
-    positions = learned.tensors[_POSITIONS][0, num_prefix_tokens(learned.config) :].numpy()
+    positions = learned.tensors[_POSITIONS][0, num_prefix_positions(learned.config) :].numpy()
     similarity = cosine_similarity(positions, (rows, columns))
     others = similarity.reshape(rows * columns, -1)[~np.eye(rows * columns, dtype=bool)]
     low, high = (float(others.min()), float(others.max())) if len(others) else (-1.0, 1.0)

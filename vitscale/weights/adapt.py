@@ -7,7 +7,7 @@ zero. Anything else that differs is refused, with the name of every tensor: noth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,13 +15,22 @@ from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
-from vitscale.models.position import grid_height_width, num_prefix_tokens, resize_grid
+from vitscale.models.position import grid_height_width, has_class_token, num_prefix_positions, resize_grid
 from vitscale.models.vit import VisionTransformer
 from vitscale.weights.names import in_few_words
 
 _HEAD = ("head.weight", "head.bias")
-_SAME_SHAPES = ("num_heads", "activation", "norm_eps")
-"""Fields that change what a model computes while its tensors look the same."""
+_SHAPES = frozenset(
+    ("in_channels", "patch_size", "embed_dim", "depth", "mlp_dim", "num_fcs", "representation_size", "num_registers")
+)
+"""Fields that the tensors' shapes tell, so that a difference is named with the tensors."""
+_FREE = frozenset(
+    ("name", "image_size", "dynamic_image_size", "num_classes", "pos_embed_resize", "layer_scale", "patch_sizes")
+) | frozenset(
+    ("patch_dropout", "dropout", "attention_dropout", "drop_path", "drop_path_schedule", "frozen_stages",
+     "activation_checkpointing")
+)  # fmt: skip
+"""Fields that may differ: what this function adapts, and what training alone knows of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,8 @@ def adapt(
 ) -> Adapted:
     """Make the weights of a model `source` fit a model `target`; dtypes and devices stay as they are.
 
+    Positions are resized in the way that `target.pos_embed_resize` names.
+
     Args:
         state: The weights under vitscale's names.
         source: The model that `state` is of.
@@ -97,7 +108,13 @@ def adapt(
     resized = []
     old, new = grid_height_width(source), grid_height_width(target)
     if old != new and "pos_embed" in state:
-        adapted["pos_embed"] = resize_grid(state["pos_embed"], old=old, new=new, num_prefix=num_prefix_tokens(source))
+        adapted["pos_embed"] = resize_grid(
+            state["pos_embed"],
+            old=old,
+            new=new,
+            num_prefix=num_prefix_positions(source),
+            mode=target.pos_embed_resize,
+        )
         resized = ["pos_embed"]
     like = next(iter(state.values()))
     for name in fresh:
@@ -144,9 +161,13 @@ def _fits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _same_computation(source: ModelConfig, target: ModelConfig) -> None:
+    """Refuse a target whose tensors may look the same but that computes something else with them."""
+    names = [field.name for field in fields(ModelConfig) if field.name not in _SHAPES | _FREE]
+    if has_class_token(source) == has_class_token(target):
+        names.remove("class_token")  # said or unsaid
     other = [
         f"{name}: {getattr(source, name)} (asked for: {getattr(target, name)})"
-        for name in _SAME_SHAPES
+        for name in names
         if getattr(source, name) != getattr(target, name)
     ]
     if other:
