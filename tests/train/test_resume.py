@@ -108,3 +108,20 @@ def test_a_signal_saves_and_asks_to_be_started_again(number: signal.Signals, sha
     assert again.returncode == 0, again.stderr
     assert f"step {step} of 500, from step {step} of this run" in again.stderr
     assert list(losses(tmp_path / "run")) == list(range(1, 501))
+
+
+@pytest.mark.integration
+def test_two_runs_in_one_folder_are_refused(shards: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, shards, duration="5000 steps")
+    first = start("train", config, output=tmp_path / "output")
+    wait_for_checkpoint(tmp_path / "run")
+    for words in (("train", config), ("launch", config, "--on", "local", "--gpus-per-node", 2)):
+        second = vitscale(*words)
+        assert second.returncode == 1
+        assert f"{tmp_path}/run is in use by process {first.pid} on " in second.stderr
+        assert "Traceback" not in second.stderr
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+    again = vitscale("train", config, f"duration={max(losses(tmp_path / 'run')) + 20} steps")
+    assert again.returncode == 0, again.stderr

@@ -102,6 +102,7 @@ def _train(config: RunConfig) -> int:
     """One rank from its start to its exit code."""
     from vitscale.cluster.orphans import end_with_parent
     from vitscale.logs import start_logging
+    from vitscale.train.claim import claimed
     from vitscale.train.loop import train as train_run
     from vitscale.world import World
 
@@ -110,7 +111,8 @@ def _train(config: RunConfig) -> int:
     log = logging.getLogger("vitscale")
     try:
         start_logging(config.run_dir, world.rank)
-        result = train_run(config, world)
+        with claimed(config.run_dir, world):
+            result = train_run(config, world)
     except UserError as error:
         log.error("%s", error.message)
         return error.exit_code
