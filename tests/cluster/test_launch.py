@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(shards: Path, tmp_path: Path
     ranks = ranks_of(launcher.pid)
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()
-    assert all_gone(ranks, seconds=30), "the other rank outlived the one that was lost"
+    assert all_gone(ranks, seconds=60), "the other rank outlived the one that was lost"
     assert launcher.wait(timeout=120) == 0
     said = output.read_text()
     assert "rank 0: rank 1 ended during" in said
@@ -144,7 +144,7 @@ def test_after_the_last_restart_it_gives_up(shards: Path, tmp_path: Path) -> Non
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == EXIT_FAILED
@@ -162,19 +162,19 @@ def test_after_the_last_restart_it_gives_up(shards: Path, tmp_path: Path) -> Non
 
 
 def test_a_rank_that_hangs_is_named(shards: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, shards, cluster={"timeout": 2.0}, **LONG | PLAIN)
+    config = write_config(tmp_path, shards, cluster={"timeout": 10.0}, **LONG | PLAIN)
     output = tmp_path / "output"
     launcher = start("launch", config, *ON_TWO, "--max-restarts", 0, output=output)
     wait_for_checkpoint(tmp_path / "run")
     ranks = ranks_of(launcher.pid)
     os.kill(ranks[1].pid, signal.SIGSTOP)
-    wait_until(lambda: "rank 0: rank 1 did not answer for 2 s during" in output.read_text(), seconds=40)
+    wait_until(lambda: "rank 0: rank 1 did not answer for 10 s during" in output.read_text())
     os.kill(ranks[1].pid, signal.SIGCONT)  # else it is killed after the 30 s that torch's agent gives it
-    assert launcher.wait(timeout=60) == EXIT_FAILED
+    assert launcher.wait(timeout=120) == EXIT_FAILED
     said = output.read_text()
     assert "Traceback" not in said
     assert f"vitscale launch: rank 0 (pid {ranks[0].pid}) ended with exit code 70" in said, "not the one that hung"
-    assert all_gone(ranks, seconds=5)
+    assert all_gone(ranks, seconds=10)
 
 
 # ------------------------------------------------------------------------------------------------ launchers that end
@@ -192,15 +192,7 @@ def begin(config: Path, output: Path, *before: str) -> tuple[subprocess.Popen[st
     run_dir = config.parent / "run"
     saved = checkpoint.latest(run_dir)
     attempts = len(starts(run_dir)) if saved else 0
-    with output.open("w") as file:
-        launcher = subprocess.Popen(
-            [*before, *command("launch", config, *ON_TWO)],
-            env=os.environ | ENVIRONMENT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+    launcher = start("launch", config, *ON_TWO, output=output, before=before)
     first = int(saved.name.removeprefix("step_")) if saved else 0
     wait_until(lambda: f"step {first + 3}/" in output.read_text())
     assert starts(run_dir)[attempts:] == [first]
@@ -225,8 +217,8 @@ def test_a_signal_to_the_launcher_saves_and_asks_to_be_started_again(
     output = tmp_path / "output"
     launcher, ranks = begin(endless, output)
     launcher.send_signal(number)
-    assert launcher.wait(timeout=60) == EXIT_REQUEUE, output.read_text()
-    assert all_gone(ranks, seconds=1)
+    assert launcher.wait(timeout=120) == EXIT_REQUEUE, output.read_text()
+    assert all_gone(ranks, seconds=10)
     saved_by_a_signal(endless, output)
     assert "Traceback" not in output.read_text()
 
@@ -239,8 +231,8 @@ def test_a_second_ctrl_c_ends_at_once(endless: Path, tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(timeout=1)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=10) == 128 + signal.SIGINT
-    assert all_gone(ranks, seconds=1)
+    assert launcher.wait(timeout=60) == 128 + signal.SIGINT
+    assert all_gone(ranks, seconds=10)
     assert "Traceback" not in output.read_text()
 
 
@@ -251,8 +243,8 @@ def test_nohup_is_heeded_and_usr1_saves(endless: Path, tmp_path: Path) -> None:
     before = max(losses(endless.parent / "run"))
     wait_until(lambda: max(losses(endless.parent / "run")) > before + 5)
     launcher.send_signal(signal.SIGUSR1)
-    assert launcher.wait(timeout=60) == EXIT_REQUEUE, output.read_text()
-    assert all_gone(ranks, seconds=1)
+    assert launcher.wait(timeout=120) == EXIT_REQUEUE, output.read_text()
+    assert all_gone(ranks, seconds=10)
     saved_by_a_signal(endless, output)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
 from helpers.tars import class_folders
@@ -70,7 +72,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "vitscale", *map(str, arguments)]
 
 
-def vitscale(*arguments: object, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def vitscale(*arguments: object, cwd: Path | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """What `vitscale ARGUMENTS` says and how it ends."""
     return subprocess.run(
         command(*arguments),
@@ -83,15 +85,43 @@ def vitscale(*arguments: object, cwd: Path | None = None, timeout: float = 120) 
     )
 
 
-def start(*arguments: object, output: Path) -> subprocess.Popen[str]:
-    """`vitscale ARGUMENTS`, running; what it says goes to the file `output`."""
+def start(*arguments: object, output: Path, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`vitscale ARGUMENTS`, running, `before` it e.g. `nohup`; what it says goes to the file `output`."""
     with output.open("w") as file:
-        return subprocess.Popen(
-            command(*arguments), env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, text=True
+        process = subprocess.Popen(
+            [*before, *command(*arguments)],
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_heed_signals,
         )
+    _started.append(process)
+    return process
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+_started: list[subprocess.Popen[str]] = []
+
+
+def _heed_signals() -> None:
+    """Take back what a shell in the background or nohup around the tests set."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def end_started() -> None:
+    """Kill what `start` began and a failed test left running."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 120) -> None:
     """Wait for something that happens soon."""
     end = time.monotonic() + seconds
     while not condition():

@@ -242,7 +242,7 @@ def choose(world: World, run_dir: Path) -> list[str]:
 
 @pytest.mark.integration
 def test_all_ranks_choose_the_same_step(tmp_path: Path) -> None:
-    told = run_ranks(2, choose, tmp_path, timeout=60)
+    told = run_ranks(2, choose, tmp_path, timeout=240)
     assert [rank[0] for rank in told] == [str(_step(tmp_path, 1))] * 2
     assert told[0][1] == told[1][1]
     assert "cannot be read" in told[0][1]

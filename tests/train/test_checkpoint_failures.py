@@ -130,7 +130,7 @@ def _told(action: Callable[[], Any]) -> str:
 
 @pytest.mark.integration
 def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    first, second = run_ranks(2, save_on_a_full_disk, small_disk, timeout=60)
+    first, second = run_ranks(2, save_on_a_full_disk, small_disk, timeout=240)
     assert first == second
     assert [bool(text) for text in first] == [False, True, False]
     assert "safetensors: No space left on device" in first[1]
@@ -170,7 +170,7 @@ def fail_on_one_rank(world: World, run_dir: Path) -> dict[str, str]:
 @pytest.mark.integration
 def test_a_failure_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
     begin = time.monotonic()
-    first, second = run_ranks(2, fail_on_one_rank, tmp_path, timeout=60)
+    first, second = run_ranks(2, fail_on_one_rank, tmp_path, timeout=240)
     assert first == second
     assert "(rank 1: " in first["memory"]
     assert "RuntimeError: CUDA error: out of memory)" in first["memory"]
@@ -200,7 +200,7 @@ def die_while_saving(world: World, run_dir: Path) -> None:
 @pytest.mark.integration
 def test_a_rank_that_is_killed_while_saving_is_named(tmp_path: Path, world: World) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, die_while_saving, tmp_path, timeout=60)
+        run_ranks(2, die_while_saving, tmp_path, timeout=240)
     text = str(caught.value)
     assert "rank 1 of 2 was killed by SIGKILL" in text
     assert "rank 1 ended during" in text

@@ -97,7 +97,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(number: signal.Signals, sha
     process = start("train", config, output=output)
     wait_for_checkpoint(tmp_path / "run")
     process.send_signal(number)
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=240) == 75
     stopped = [line for line in output.read_text().splitlines() if "stopped by a signal after step" in line]
     assert len(stopped) == 1
     step = max(losses(tmp_path / "run"))
