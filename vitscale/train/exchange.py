@@ -14,6 +14,7 @@ from vitscale.config.load import model_from_dict
 from vitscale.config.schema import DataConfig, ModelConfig
 from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader
+from vitscale.data.shards import load_index
 from vitscale.engines.base import Kind
 from vitscale.errors import UserError
 from vitscale.evaluate.accuracy import Accuracy, evaluate
@@ -129,6 +130,7 @@ def evaluate_weights(
     weights = open_weights(source)
     if not weights.config.num_classes:
         raise UserError(f"{source} has no classifier; fine-tune it, or export it with --num-classes and train that")
+    _compare_classes(weights, load_index(shards).classes, source)
     target = weights.config if image_size is None else replace(weights.config, image_size=image_size)
     state, _ = adapt(weights.state, weights.config, target, head="keep")
     world = World.start()
@@ -143,7 +145,6 @@ def evaluate_weights(
             rank=world.rank,
             world_size=world.world_size,
         )
-        _compare_classes(weights, loader.index.classes, source)
         mean, std = loader.config.mean, loader.config.std
         with closing(loader):
             return evaluate(model.to(world.device), loader, prepare=partial(normalize, mean=mean, std=std), world=world)
