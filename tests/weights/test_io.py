@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.split_engine import file_size_limit
 from helpers.timm_vit import TINY, randomise, timm_vit
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -86,21 +85,11 @@ def test_a_state_that_is_not_the_model_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """No file may grow beyond 8 KiB, which is what a write sees of a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     state = save(path)
     before = path.read_bytes()
-    request.getfixturevalue("full_disk")
-    with pytest.raises(UserError, match="cannot be written"):
+    with file_size_limit(8192), pytest.raises(UserError, match="cannot be written"):
         save_model(path, state, TINY, preprocessing=None, class_names=None)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
