@@ -21,7 +21,8 @@ from vitscale.evaluate.accuracy import Accuracy, evaluate
 from vitscale.models.vit import VisionTransformer
 from vitscale.train import checkpoint
 from vitscale.weights.adapt import adapt
-from vitscale.weights.io import Preprocessing, Weights, load_weights, save_model
+from vitscale.weights.content import Preprocessing, Weights
+from vitscale.weights.io import load_weights, save_model
 from vitscale.world import World
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def open_weights(path: str | Path) -> Weights:
         UserError: There is no such thing, or it cannot be read.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not path.is_dir() or (path / "config.json").is_file():  # the latter a folder of Hugging Face
         return load_weights(path)
     step_dir = path if (path / "state.json").exists() else checkpoint.latest(path)
     if step_dir is None:
