@@ -136,7 +136,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hidden_act 'relu'; vitscale's ViTs have gelu"):
         load_weights(tmp_path)
     config.unlink()
-    with pytest.raises(UserError, match="needs its config.json beside it"):
+    with pytest.raises(UserError, match=r"needs its config\.json beside it"):
         load_weights(file)
 
 

@@ -204,7 +204,7 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path, content: bytes,
 def test_other_models_are_named_for_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "m"
     for names, said in (
-        (["vit.embeddings.patch_embeddings.projection.weight"], "needs its config.json beside it"),
+        (["vit.embeddings.patch_embeddings.projection.weight"], r"needs its config\.json beside it"),
         (["visual.conv1.weight"], "looks like a CLIP model"),
         (["conv.weight", "fc.bias"], "holds 2 tensors such as 'conv.weight', 'fc.bias', which is no ViT known here"),
     ):

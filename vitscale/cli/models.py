@@ -24,6 +24,9 @@ class Format(str, Enum):
 
     vitscale = "vitscale"
     timm = "timm"
+    huggingface = "huggingface"
+    mmpretrain = "mmpretrain"
+    bigvision = "bigvision"
 
 
 def evaluate(

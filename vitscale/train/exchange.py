@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vitscale.config.load import model_from_dict
 from vitscale.config.schema import DataConfig, ModelConfig
@@ -22,7 +22,8 @@ from vitscale.models.vit import VisionTransformer
 from vitscale.train import checkpoint
 from vitscale.weights.adapt import adapt
 from vitscale.weights.content import Preprocessing, Weights
-from vitscale.weights.io import load_weights, save_model
+from vitscale.weights.export import Format, export_model
+from vitscale.weights.io import load_weights
 from vitscale.world import World
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def export(
     source: str | Path,
     out: str | Path,
     *,
-    format: Literal["vitscale", "timm"] = "vitscale",
+    format: Format = "vitscale",
     image_size: int | tuple[int, int] | None = None,
     num_classes: int | None = None,
 ) -> str:
@@ -84,7 +85,7 @@ def export(
     Args:
         source: What `open_weights` reads.
         out: The file to write.
-        format: Whose names the tensors bear.
+        format: Whose tool is to load it, see `export_model`.
         image_size: Height and width; the position grid is resized to it.
         num_classes: A new classifier of this width, at zero; 0 for none.
 
@@ -102,13 +103,13 @@ def export(
     if num_classes is not None:
         target = replace(target, num_classes=num_classes)
     state, report = adapt(weights.state, weights.config, target, head="keep" if same_classes else "zero")
-    save_model(
+    export_model(
         out,
         state,
         target,
+        format=format,
         preprocessing=weights.preprocessing,
         class_names=weights.class_names if same_classes else None,
-        names=format,
     )
     return f"{weights.source}, at {target.image_size} px: {report}"
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
+from vitscale.models.position import has_class_token
 from vitscale.weights.content import Preprocessing, Weights, describe
 from vitscale.weights.names import in_few_words
-from vitscale.weights.table import Entry, Table, same, to_ours
+from vitscale.weights.table import Entry, Table, same, to_ours, to_theirs
 
 _BLOCK = re.compile(r"Transformer/encoderblock_(\d+)/")
 _SCANNED = "Transformer/encoderblock/"
@@ -58,6 +59,11 @@ def from_bigvision(arrays: Mapping[str, Tensor]) -> Weights:
         class_names=None,
         source=f"big_vision ViT, {describe(config)}, its grid of positions taken as square",
     )
+
+
+def to_bigvision(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The arrays under big_vision's names, blocks one by one."""
+    return to_theirs(state, _table(config, config.num_heads))
 
 
 def _plain(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,7 +142,7 @@ def _table(config: ModelConfig, heads: int) -> Table:
         "pos_embed": same("pos_embedding"),
         **_norm("norm", "Transformer/encoder_norm"),
     }
-    if config.class_token:
+    if has_class_token(config):
         table["cls_token"] = same("cls")
     if config.num_classes:
         table |= _linear("head", "head")

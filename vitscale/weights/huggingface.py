@@ -6,15 +6,16 @@ The names are those that `save_pretrained` writes and the hub holds. No files he
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
 from vitscale.weights.content import Interpolation, Preprocessing, Weights, describe
-from vitscale.weights.table import Entry, Table, same, stacked, to_ours
+from vitscale.weights.table import Entry, Table, same, stacked, to_ours, to_theirs
 
 _PATCHES = "embeddings.patch_embeddings.projection.weight"
 _PREFIX = re.compile(r"(vit|deit|dinov2|dinov2_with_registers)\.")
@@ -24,6 +25,7 @@ _MODELS = {
     "dinov2": "DINOv2",
     "dinov2_with_registers": "DINOv2 with registers",
 }
+_CLASSES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, as processors store them."""
@@ -68,6 +70,61 @@ def from_huggingface(
         source=f"Hugging Face {_MODELS[kind]}, {describe(config)}",
         left_out=left_out,
     )
+
+
+def to_huggingface(
+    state: Mapping[str, Tensor], config: ModelConfig, class_names: Sequence[str] | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and `config.json` that transformers loads: DINOv2 with LayerScale, DeiT with one register, else ViT.
+
+    Raises:
+        UserError: A part that none of these has.
+    """
+    kind = "deit" if config.num_registers == 1 and not config.layer_scale else "vit"
+    if config.layer_scale:
+        kind = "dinov2_with_registers" if config.num_registers else "dinov2"
+    names = class_names or [f"LABEL_{number}" for number in range(config.num_classes)]
+    activation = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}.get(config.activation, "gelu")
+    description: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [f"{_CLASSES[kind]}{'ForImageClassification' if config.num_classes else 'Model'}"],
+        "image_size": config.image_size if isinstance(config.image_size, int) else list(config.image_size),
+        "num_channels": config.in_channels,
+        "patch_size": config.patch_size,
+        "hidden_size": config.embed_dim,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": activation,
+        "layer_norm_eps": config.norm_eps,
+        "qkv_bias": config.qkv_bias,
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    if config.layer_scale:
+        description |= {
+            "mlp_ratio": _mlp_ratio(config),
+            "use_swiglu_ffn": config.activation == "swiglu",
+            "layerscale_value": config.layer_scale,
+            "use_mask_token": False,
+        }
+        if config.num_registers:
+            description["num_register_tokens"] = config.num_registers
+    else:
+        description["intermediate_size"] = config.mlp_dim
+    tensors = to_theirs(state, _table(kind, config))
+    if kind == "dinov2_with_registers":  # it always has one, for pretraining with masks, and it begins at zero
+        tensors["embeddings.mask_token"] = torch.zeros(1, config.embed_dim)
+    prefix = f"{kind}." if config.num_classes else ""
+    return {name if name.startswith("classifier.") else prefix + name: t for name, t in tensors.items()}, description
+
+
+def _mlp_ratio(config: ModelConfig) -> int:
+    """The whole number from which DINOv2 finds the width of its MLP; with SwiGLU two thirds of that, by eights."""
+    for ratio in range(1, 17):
+        wide = config.embed_dim * ratio
+        if config.mlp_dim == ((int(wide * 2 / 3) + 7) // 8 * 8 if config.activation == "swiglu" else wide):
+            return ratio
+    raise UserError(f"Hugging Face's DINOv2 has no MLP {config.mlp_dim} wide in a model {config.embed_dim} wide")
 
 
 def _config(kind: str, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> ModelConfig:

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from vitscale.weights.mmpretrain import from_mmpretrain, is_mmpretrain
 from vitscale.weights.names import unwrapped
 from vitscale.weights.read import read_content
 from vitscale.weights.timm import from_timm, is_timm, timm_config, to_timm
+from vitscale.weights.write import write_file
 
 _VERSION = 1
 _TOOLS = (
@@ -82,7 +82,8 @@ def save_model(
     }
     tensors = to_timm(plain) if names == "timm" else plain
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _write(Path(path), tensors, {"format": "pt", "vitscale": json.dumps(header)})
+    metadata = {"format": "pt", "vitscale": json.dumps(header)}
+    write_file(Path(path), lambda aside: save_file(tensors, aside, metadata))
 
 
 def load_weights(path: str | os.PathLike[str]) -> Weights:
@@ -166,26 +167,3 @@ def _looks_like(state: Mapping[str, Tensor]) -> str:
             return f"looks like {tool}, which is not read yet"
     examples = ", ".join(repr(name) for name in list(state)[:3])
     return f"holds {len(state)} tensors such as {examples}, which is no ViT known here"
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Beside, to the disk, then renamed."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, aside, metadata)
-        _sync(aside)
-        os.replace(aside, path)
-        _sync(path.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written: {error}; nothing was changed") from None
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

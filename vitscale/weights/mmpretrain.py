@@ -16,7 +16,7 @@ from vitscale.config.schema import ModelConfig
 from vitscale.config.sizes import SIZES
 from vitscale.errors import UserError
 from vitscale.weights.content import Weights, describe
-from vitscale.weights.table import Entry, Table, same, to_ours
+from vitscale.weights.table import Entry, Table, same, to_ours, to_theirs
 
 _PATCHES = "patch_embed.projection.weight"
 _BLOCK = re.compile(r"layers\.(\d+)\.")
@@ -62,6 +62,12 @@ def from_mmpretrain(state: Mapping[str, Tensor]) -> Weights:
         class_names=None,
         source=f"mmpretrain ViT, {describe(config)}, its grid of positions taken as square",
     )
+
+
+def to_mmpretrain(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of its `ImageClassifier` with `VisionTransformer` and `VisionTransformerClsHead`."""
+    tensors = to_theirs(state, _table(config))
+    return {name if name.startswith("head.") else _BACKBONE + name: tensor for name, tensor in tensors.items()}
 
 
 def _config(tensors: Mapping[str, Tensor]) -> ModelConfig:

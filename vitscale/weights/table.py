@@ -1,4 +1,4 @@
-"""How the tensors of one model are called and laid out in another tool's file.
+"""How the tensors of one model are called and laid out in another tool's file: read in both directions.
 
 A format writes down one `Entry` for each of vitscale's tensors. From it follow the file's names and shapes, so that
 what is missing there, too much, or of another shape is named as the file names it.
@@ -15,6 +15,7 @@ from torch import Tensor
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
 from vitscale.weights.adapt import expected_shapes, misfits
+from vitscale.weights.names import in_few_words
 
 
 class Entry(NamedTuple):
@@ -22,7 +23,7 @@ class Entry(NamedTuple):
 
     Attributes:
         names: The tensors there that it is made of.
-        split: It -> those, in the order of `names`; asked for shapes alone, on the meta device.
+        split: It -> those, in the order of `names`; works on the meta device too.
         join: Those -> it.
     """
 
@@ -42,6 +43,22 @@ def same(name: str) -> Entry:
 def stacked(*names: str) -> Entry:
     """Equal parts of the rows, e.g. queries, keys and values."""
     return Entry(names, lambda ours: tuple(ours.chunk(len(names))), lambda theirs: torch.cat(theirs))
+
+
+def to_theirs(state: Mapping[str, Tensor], table: Table) -> dict[str, Tensor]:
+    """Vitscale's tensors under the file's names, each with memory of its own, on the host.
+
+    Raises:
+        UserError: The file has no place for some of them, each named.
+    """
+    homeless = [name for name in state if name not in table]
+    if homeless:
+        raise UserError(f"the format has no place for {in_few_words(homeless)}")
+    return {
+        theirs: tensor.detach().cpu().contiguous().clone()
+        for name, entry in table.items()
+        for theirs, tensor in zip(entry.names, entry.split(state[name]), strict=True)
+    }
 
 
 def to_ours(tensors: Mapping[str, Tensor], table: Table, config: ModelConfig) -> dict[str, Tensor]:
