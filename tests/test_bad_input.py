@@ -20,7 +20,8 @@ from vitscale.config.load import load_config
 from vitscale.data.index import index_shards
 from vitscale.errors import EXIT_FAILED, EXIT_USAGE
 from vitscale.models.vit import VisionTransformer
-from vitscale.weights.io import Preprocessing, save_model
+from vitscale.weights.content import Preprocessing
+from vitscale.weights.io import save_model
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ import pytest
 from helpers.command_line import commands, parse, run_main
 from helpers.runs import ENVIRONMENT, command, newest, records, vitscale, write_config, write_shards
 from helpers.tars import class_folders
+from transformers import ViTConfig, ViTModel
 
 from vitscale.config.describe import describe_keys, json_schema
 from vitscale.config.load import load_config
 from vitscale.errors import EXIT_FAILED, EXIT_USAGE
 from vitscale.weights.io import load_weights
 
-WANTED = {"train", "launch", "finetune", "eval", "export", "report", "schema"}
+WANTED = {"train", "launch", "finetune", "eval", "export", "import", "report", "schema"}
 WANTED |= {"data pack", "data index", "data verify", "checkpoint list", "checkpoint verify"}
 
 
@@ -148,6 +149,27 @@ def test_export_at_another_resolution_and_for_other_classes(run: Path, tmp_path:
     assert (weights.config.image_size, weights.config.num_classes) == (16, 7)
     assert weights.state["pos_embed"].shape == (1, 1 + 4 * 4, 16)
     assert not weights.state["head.weight"].any()
+
+
+def test_import_says_what_it_recognised(tmp_path: Path) -> None:
+    saved = tmp_path / "theirs"
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+    )
+    ViTModel(config).save_pretrained(saved)
+    done = run_main("import", saved, tmp_path / "ours.safetensors")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (
+        f"{tmp_path}/ours.safetensors: Hugging Face ViT, 16 wide, 1 blocks, 2 heads at 8x8 with 0 classes\n"
+        "left out, since a classifier has no use for it: pooler.dense.bias, pooler.dense.weight\n"
+    )
+    again = load_weights(tmp_path / "ours.safetensors")
+    assert again.config.norm_eps == 1e-12
+    assert again.config.activation == "gelu"
+    for source in (tmp_path / "nothing.npz", tmp_path):
+        missing = run_main("import", source, tmp_path / "x.safetensors")
+        assert missing.code == 1
+        assert str(source) in missing.err
 
 
 def test_schema_is_printed_or_written(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
 from vitscale.models.vit import VisionTransformer
-from vitscale.weights.io import Preprocessing, load_weights, save_model
+from vitscale.weights.content import Preprocessing
+from vitscale.weights.io import load_weights, save_model
 from vitscale.weights.load import load_model
 from vitscale.weights.timm import timm_config
 
@@ -203,15 +204,15 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path, content: bytes,
 def test_other_models_are_named_for_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "m"
     for names, said in (
-        (["vit.embeddings.cls_token"], "looks like a Hugging Face ViT"),
-        (["backbone.layers.0.ln1.weight"], "looks like an mmpretrain model"),
+        (["vit.embeddings.patch_embeddings.projection.weight"], r"needs its config\.json beside it"),
+        (["visual.conv1.weight"], "looks like a CLIP model"),
         (["conv.weight", "fc.bias"], "holds 2 tensors such as 'conv.weight', 'fc.bias', which is no ViT known here"),
     ):
         save_file({name: torch.zeros(1) for name in names}, path)
         with pytest.raises(UserError, match=said):
             load_weights(path)
     np.savez(tmp_path / "jax.npz", **{"params/embedding/kernel": np.zeros(1)})
-    with pytest.raises(UserError, match=r"NumPy archive \(.npz\)"):
+    with pytest.raises(UserError, match=r"which is no ViT of big_vision"):
         load_weights(tmp_path / "jax.npz")
 
 

@@ -1,4 +1,4 @@
-"""Commands for models: `eval`, `export`."""
+"""Commands for models: `eval`, `export`, `import`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Format(str, Enum):
 
     vitscale = "vitscale"
     timm = "timm"
+    huggingface = "huggingface"
+    mmpretrain = "mmpretrain"
+    bigvision = "bigvision"
 
 
 def evaluate(
@@ -67,3 +70,26 @@ def export(
 
     written = export_weights(source, out, format=format.value, image_size=resolution, num_classes=num_classes)
     typer.echo(f"{out}: {written}")
+
+
+def import_weights(
+    source: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="A model file, or a folder of Hugging Face.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Model file to write.")],
+) -> None:
+    """Write weights of timm, Hugging Face, big_vision or vision_transformer as a vitscale model file.
+
+    Example: `vitscale import B_16.npz vit_b16.safetensors`
+    """
+    from vitscale.weights.io import load_weights, save_model
+
+    weights = load_weights(source)
+    save_model(
+        out,
+        weights.state,
+        weights.config,
+        preprocessing=weights.preprocessing,
+        class_names=weights.class_names,
+    )
+    typer.echo(f"{out}: {weights.source}")
+    if weights.left_out:
+        typer.echo(f"left out, since a classifier has no use for it: {', '.join(weights.left_out)}")

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vitscale.config.load import model_from_dict
 from vitscale.config.schema import DataConfig, ModelConfig
@@ -21,7 +21,9 @@ from vitscale.evaluate.accuracy import Accuracy, evaluate
 from vitscale.models.vit import VisionTransformer
 from vitscale.train import checkpoint
 from vitscale.weights.adapt import adapt
-from vitscale.weights.io import Preprocessing, Weights, load_weights, save_model
+from vitscale.weights.content import Preprocessing, Weights
+from vitscale.weights.export import Format, export_model
+from vitscale.weights.io import load_weights
 from vitscale.world import World
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ def open_weights(path: str | Path) -> Weights:
         UserError: There is no such thing, or it cannot be read.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not path.is_dir() or (path / "config.json").is_file():  # the latter a folder of Hugging Face
         return load_weights(path)
     step_dir = path if (path / "state.json").exists() else checkpoint.latest(path)
     if step_dir is None:
@@ -74,7 +76,7 @@ def export(
     source: str | Path,
     out: str | Path,
     *,
-    format: Literal["vitscale", "timm"] = "vitscale",
+    format: Format = "vitscale",
     image_size: int | tuple[int, int] | None = None,
     num_classes: int | None = None,
 ) -> str:
@@ -83,7 +85,7 @@ def export(
     Args:
         source: What `open_weights` reads.
         out: The file to write.
-        format: Whose names the tensors bear.
+        format: Whose tool is to load it, see `export_model`.
         image_size: Height and width; the position grid is resized to it.
         num_classes: A new classifier of this width, at zero; 0 for none.
 
@@ -101,13 +103,13 @@ def export(
     if num_classes is not None:
         target = replace(target, num_classes=num_classes)
     state, report = adapt(weights.state, weights.config, target, head="keep" if same_classes else "zero")
-    save_model(
+    export_model(
         out,
         state,
         target,
+        format=format,
         preprocessing=weights.preprocessing,
         class_names=weights.class_names if same_classes else None,
-        names=format,
     )
     return f"{weights.source}, at {target.image_size} px: {report}"
 

@@ -22,7 +22,7 @@ from vitscale.train import checkpoint
 from vitscale.train.checkpoint import Checkpoint
 from vitscale.train.exchange import open_weights
 from vitscale.weights.adapt import adapt
-from vitscale.weights.io import Weights
+from vitscale.weights.content import Weights
 from vitscale.world import World
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ _SHAPES = frozenset(
     ("in_channels", "patch_size", "embed_dim", "depth", "mlp_dim", "num_fcs", "representation_size", "num_registers")
 )
 """Fields that the tensors' shapes tell, so that a difference is named with the tensors."""
-_FREE = frozenset(
+FREE = frozenset(
     ("name", "image_size", "dynamic_image_size", "num_classes", "pos_embed_resize", "layer_scale", "patch_sizes")
 ) | frozenset(
     ("patch_dropout", "dropout", "attention_dropout", "drop_path", "drop_path_schedule", "frozen_stages",
@@ -162,7 +162,7 @@ def _fits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) ->
 
 def _same_computation(source: ModelConfig, target: ModelConfig) -> None:
     """Refuse a target whose tensors may look the same but that computes something else with them."""
-    names = [field.name for field in fields(ModelConfig) if field.name not in _SHAPES | _FREE]
+    names = [field.name for field in fields(ModelConfig) if field.name not in _SHAPES | FREE]
     if has_class_token(source) == has_class_token(target):
         names.remove("class_token")  # said or unsaid
     other = [
