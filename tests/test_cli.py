@@ -22,7 +22,7 @@ from vitscale.config.load import load_config
 from vitscale.errors import EXIT_FAILED, EXIT_USAGE
 from vitscale.weights.io import load_weights
 
-WANTED = {"train", "launch", "finetune", "eval", "export", "import", "report", "schema"}
+WANTED = {"train", "launch", "finetune", "eval", "export", "import", "models", "report", "schema"}
 WANTED |= {"data pack", "data index", "data verify", "checkpoint list", "checkpoint verify"}
 
 
@@ -149,6 +149,17 @@ def test_export_at_another_resolution_and_for_other_classes(run: Path, tmp_path:
     assert (weights.config.image_size, weights.config.num_classes) == (16, 7)
     assert weights.state["pos_embed"].shape == (1, 1 + 4 * 4, 16)
     assert not weights.state["head.weight"].any()
+
+
+def test_models_are_listed_with_timms_parameters() -> None:
+    """Those of timm's vit_base_patch16_224, vit_large_patch16_224 and vit_huge_patch14_224, with their heads."""
+    done = run_main("models")
+    assert (done.code, done.err) == (0, "")
+    rows = {line.split()[0]: line.split()[1] for line in done.out.splitlines()[1:]}
+    assert (rows["B/16"], rows["L/16"], rows["H/14"]) == ("86.6", "304.3", "632.0")
+    refused = run_main("models", "--resolution", 30)
+    assert refused.code == 2
+    assert refused.err.startswith("vitscale: --resolution 30: model.image_size: patches of 16 do not fill images of 30")
 
 
 def test_import_says_what_it_recognised(tmp_path: Path) -> None:

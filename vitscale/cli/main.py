@@ -63,6 +63,7 @@ def schema(
 app.command()(training.train)
 app.command()(training.launch)
 app.command()(training.finetune)
+app.command("models")(models.list_names)
 app.command("eval")(models.evaluate)
 app.command()(models.export)
 app.command("import")(models.import_weights)

@@ -1,4 +1,4 @@
-"""Commands for models: `eval`, `export`, `import`."""
+"""Commands for models: `models`, `eval`, `export`, `import`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ class Format(str, Enum):
     huggingface = "huggingface"
     mmpretrain = "mmpretrain"
     bigvision = "bigvision"
+
+
+def list_names(
+    resolution: Annotated[int, typer.Option(min=1, help="Image size that the GFLOPs are for.")] = 224,
+) -> None:
+    """List the models of the papers with their parameters and the GFLOPs of one image, a multiply-add being two.
+
+    Example: `vitscale models --resolution 448`
+    """
+    from vitscale.errors import EXIT_USAGE, UserError
+    from vitscale.models.zoo import list_models
+
+    try:
+        sizes = list_models(image_size=resolution)
+    except ValueError as error:
+        raise UserError(
+            f"--resolution {resolution}: {error}; 224 and 448 suit all models", exit_code=EXIT_USAGE
+        ) from None
+    typer.echo(f"{'name':<16}{'parameters':>12}{'GFLOPs':>12}   at {resolution} px, with 1000 classes")
+    for size in sizes:
+        typer.echo(f"{size.name:<16}{size.parameters / 1e6:>10,.1f} M{size.flops / 1e9:>12,.1f}")
 
 
 def evaluate(
