@@ -198,7 +198,10 @@ def test_a_port_in_use(config: Path) -> None:
     [
         (["eval", "nope", "--data", "shards"], "nope cannot be read: No such file or directory"),
         (["eval", ".", "--data", "shards"], ". is a folder without checkpoints; name a run, a step folder or a model"),
-        (["export", "run.yaml", "out"], "run.yaml begins with b'checkpoi'; a model file is safetensors, .npz, or what torch"),
+        (
+            ["export", "run.yaml", "out"],
+            "run.yaml begins with b'checkpoi'; a model file is safetensors, .npz, or what torch",
+        ),
         (["checkpoint", "list", "nope"], "nope holds no checkpoints; name the folder of a run (its run_dir)"),
         (["checkpoint", "verify", "."], ". holds no checkpoints; name the folder of a run (its run_dir)"),
         (["report", "nope"], "nope is not a folder; give the folder of a run, its run_dir"),
