@@ -174,7 +174,7 @@ def test_weights_of_another_model(config: Path, tmp_path: Path) -> None:
     (told,) = done.stderr.splitlines()
     assert "cls_token: [1, 1, 32] in place of [1, 1, 16]" in told
     assert told.endswith(
-        "Give the model section the dimensions of the weights; only image size and classes may differ."
+        "Give the model section the dimensions of the weights; only image size, patch size and classes may differ."
     )
 
 

@@ -122,9 +122,29 @@ def test_weights_fill_a_model_of_another_size_and_classes(shards: Path, trained:
     )
     start = begin(tmp_path / "run.yaml", f"init.weights={trained}")
     model = VisionTransformer(loaded.model)
-    start.fill(model, loaded)
+    start.fill(model, loaded, classes=())
     state, saved = model.state_dict(), tensors(trained)
     assert torch.equal(state["blocks.0.mlp.fc1.weight"], saved["ema/blocks.0.mlp.fc1.weight"])
     assert state["pos_embed"].shape == (1, 17, 16)
     assert state["head.weight"].shape == (7, 16)
     assert not state["head.weight"].any()
+
+
+def test_a_classifier_is_picked_class_by_class(shards: Path, trained: Path, tmp_path: Path) -> None:
+    """The classes of the shards are called 0, 1 and 2; here the data has others, in another order."""
+    config = load_config(
+        write_config(tmp_path, shards), [f"init.weights={trained}", "model.num_classes=4", "init.head=map"]
+    )
+    start = begin(tmp_path / "run.yaml", f"init.weights={trained}")
+    assert start.weights is not None
+    names = start.weights.class_names
+    assert names is not None
+    model = VisionTransformer(config.model)
+    start.fill(model, config, classes=(names[2], "another", names[0]))
+    head = tensors(trained)["ema/head.weight"]
+    expected = torch.stack([head[2], torch.zeros(16), head[0], torch.zeros(16)])
+    assert torch.equal(model.state_dict()["head.weight"], expected)
+    with pytest.raises(UserError, match=r"init.head: map: none of the 1 classes wanted"):
+        start.fill(model, config, classes=("another",))
+    with pytest.raises(UserError, match=r"init.head: map: the data does not say what its classes are called"):
+        start.fill(model, config, classes=())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.timm_vit import TINY, randomise
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
@@ -96,7 +96,6 @@ def test_every_misshapen_tensor_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"patch_size": 8}, r"patch_embed.proj.weight: \[24, 3, 4, 4\] in place of \[24, 3, 8, 8\]"),
         ({"depth": 5}, r"missing: blocks.{3..4}.norm1.weight"),
         ({"depth": 2}, r"not in the model: blocks.2.norm1.weight"),
         ({"pool": "gap"}, r"the weights need pool: cls \(asked for: gap\)"),
@@ -117,6 +116,58 @@ def test_a_state_that_is_not_of_its_config_is_refused() -> None:
     del state["blocks.1.norm1.bias"]
     with pytest.raises(UserError, match=r"missing: blocks.1.norm1.bias"):
         adapt(state, TINY, TINY, head="keep")
+
+
+@pytest.mark.parametrize("patch_size", [2, 8])
+def test_patch_kernels_follow_the_patch_size(patch_size: int) -> None:
+    source = replace(TINY, image_size=16)
+    target = replace(source, image_size=24, patch_size=patch_size)
+    state = weights_of(source)
+    adapted, report = adapt(state, source, target, head="keep")
+    kernel = state["patch_embed.proj.weight"]
+    expected = resample_patch_embed(kernel, [patch_size, patch_size])
+    torch.testing.assert_close(adapted["patch_embed.proj.weight"], expected, rtol=1e-5, atol=1e-5)
+    side = 24 // patch_size
+    positions = resample_abs_pos_embed(state["pos_embed"], [side, side], [4, 4])
+    torch.testing.assert_close(adapted["pos_embed"], positions)
+    assert report.resized == ("patch_embed.proj.weight", "pos_embed")
+    VisionTransformer(target).load_state_dict(adapted, strict=True)
+    plain, _ = adapt(state, source, target, head="keep", patch_resize="interpolate")
+    expected = torch.nn.functional.interpolate(kernel, size=(patch_size,) * 2, mode="bicubic", antialias=True)
+    torch.testing.assert_close(plain["patch_embed.proj.weight"], expected)
+
+
+@torch.no_grad()
+def test_a_model_for_larger_patches_sees_enlarged_images_as_before() -> None:
+    """FlexiViT's claim, through a whole model: where patches grow, nothing is lost."""
+    source = replace(TINY, image_size=16)
+    target = replace(source, image_size=32, patch_size=8)
+    state = weights_of(source)
+    small, large = VisionTransformer(source).eval(), VisionTransformer(target).eval()
+    small.load_state_dict(state)
+    large.load_state_dict(adapt(state, source, target, head="keep").state)
+    images = torch.randn(2, 3, 16, 16)
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4)  # each patch is enlarged by itself
+    shape = patches.shape
+    enlarged = torch.nn.functional.interpolate(
+        patches.reshape(-1, 1, 4, 4).expand(-1, 2, -1, -1), size=(8, 8), mode="bicubic", antialias=True
+    )[:, 0]
+    enlarged = enlarged.reshape(*shape[:4], 8, 8).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
+    torch.testing.assert_close(large(enlarged), small(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_is_picked_class_by_class() -> None:
+    state = weights_of(TINY)
+    target = replace(TINY, num_classes=4)
+    adapted, report = adapt(state, TINY, target, head="map", classes=(6, None, 0, 6))
+    for name in ("head.weight", "head.bias"):
+        expected = torch.stack([state[name][6], torch.zeros_like(state[name][0]), state[name][0], state[name][6]])
+        assert torch.equal(adapted[name], expected)
+    assert report.mapped == ("head.weight", "head.bias")
+    assert report.reinitialised == ()
+    assert "head.weight, head.bias by class, 1 of them unknown and zero" in str(report)
+    with pytest.raises(UserError, match="head: map needs weights with a classifier"):
+        adapt(weights_of(replace(TINY, num_classes=0)), replace(TINY, num_classes=0), target, head="map", classes=(0,))
 
 
 @pytest.mark.parametrize("covered", ["all", "class", "none"])

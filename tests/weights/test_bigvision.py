@@ -19,7 +19,9 @@ Arrays = dict[str, NDArray[np.float32]]
 Floats = NDArray[np.float64]
 
 
-def arrays(*, cls: bool = True, mapped: bool = False, row: bool = False, pre_logits: int | None = None) -> Arrays:
+def arrays(
+    *, cls: bool = True, mapped: bool = False, row: bool = False, pre_logits: int | None = None, fixed: bool = False
+) -> Arrays:
     """Random parameters under the names of big_vision's `models/vit.py`."""
     random = np.random.default_rng(0)
     made: Arrays = {}
@@ -48,7 +50,8 @@ def arrays(*, cls: bool = True, mapped: bool = False, row: bool = False, pre_log
 
     add("embedding/kernel", PATCH, PATCH, 3, DIM)
     add("embedding/bias", DIM)
-    add("pos_embedding", 1, SIDE * SIDE + row, DIM)
+    if not fixed:
+        add("pos_embedding", 1, SIDE * SIDE + row, DIM)
     if cls:
         add("cls", 1, 1, DIM)
     for block in range(DEPTH):
@@ -67,6 +70,14 @@ def arrays(*, cls: bool = True, mapped: bool = False, row: bool = False, pre_log
         dense("pre_logits", DIM, pre_logits)
     dense("head", pre_logits or DIM, CLASSES)
     return made
+
+
+def sincos() -> Floats:
+    """big_vision's `posemb_sincos_2d`."""
+    y, x = np.mgrid[:SIDE, :SIDE]
+    omega = 1.0 / (10_000.0 ** (np.arange(DIM // 4) / (DIM // 4 - 1)))
+    y, x = np.einsum("m,d->md", y.flatten(), omega), np.einsum("m,d->md", x.flatten(), omega)
+    return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)[None]
 
 
 def logits(p: Arrays, images: Floats) -> Floats:
@@ -99,7 +110,7 @@ def logits(p: Arrays, images: Floats) -> Floats:
     patches = images.reshape(batch, SIDE, PATCH, SIDE, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
     x = np.einsum("bmnijc,ijcd->bmnd", patches, p["embedding/kernel"].astype(float)).reshape(batch, SIDE * SIDE, DIM)
     x = x + p["embedding/bias"]
-    positions = p["pos_embedding"].astype(float)
+    positions = p["pos_embedding"].astype(float) if "pos_embedding" in p else sincos()
     with_row = positions.shape[1] > SIDE * SIDE
     x = x if with_row else x + positions
     if "cls" in p:
@@ -128,12 +139,14 @@ KINDS = {
     "gap": {"cls": False},
     "map": {"cls": False, "mapped": True},
     "pre-logits": {"cls": True, "row": True, "pre_logits": 6},
+    "fixed positions": {"cls": False, "fixed": True},
+    "fixed positions beside a class token": {"cls": True, "fixed": True},
 }
 
 
 def check(path: Path, expected: Arrays) -> None:
     images = np.random.default_rng(1).normal(size=(2, SIDE * PATCH, SIDE * PATCH, 3))
-    model = load_model(path).double()
+    model = load_model(path, image_size=SIDE * PATCH).double()
     with torch.no_grad():
         found = model(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
     np.testing.assert_allclose(found, logits(expected, images), rtol=1e-6, atol=1e-6)

@@ -20,6 +20,8 @@ from transformers import (
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
@@ -81,6 +83,46 @@ def test_backbones_give_the_same_features(model: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         ours = load_model(tmp_path).forward_features(images())
         torch.testing.assert_close(ours, theirs(images()).last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+DINOV3: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 4},
+        {"query_bias": False, "value_bias": False, "num_register_tokens": 4},
+        {"key_bias": True, "layer_norm_eps": 1e-3, "num_register_tokens": 4},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_dinov3_gives_the_same_features_at_any_size(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs = saved(DINOv3ViTModel(DINOv3ViTConfig(**DINOV3, **options)), tmp_path)
+    for size in (16, 24):
+        ours = load_model(tmp_path, image_size=size)
+        expected = theirs(images(size)).last_hidden_state
+        torch.testing.assert_close(ours.forward_features(images(size)), expected, rtol=1e-4, atol=1e-5)
+    assert load_weights(tmp_path).source.startswith("Hugging Face DINOv3")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rope_theta": 10.0}, r"rope_theta 10.0; vitscale's have 100"),
+        ({"use_gated_mlp": True}, "hidden_act 'gelu' in a gated MLP"),
+        ({"query_bias": False}, "biases of queries without those of values"),
+    ],
+)
+def test_another_dinov3_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    saved(DINOv3ViTModel(DINOv3ViTConfig(**DINOV3, **options)), tmp_path)
+    with pytest.raises(UserError, match=said):
+        load_weights(tmp_path)
 
 
 def test_another_resolution_is_reached_as_transformers_does(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_timm_files_are_recognised_whatever_they_are_called(tmp_path: Path, kind
     weights = load_weights(path)
     assert weights.config == config
     assert weights.source.startswith("timm ViT")
-    assert "taken as square" in weights.source
+    assert "taken as exact GELU, epsilon 1e-06, 2 heads, square" in weights.source
     ours = VisionTransformer(weights.config).eval()
     ours.load_state_dict(weights.state, strict=True)
     images = torch.randn(2, config.in_channels, 16, 16)
@@ -147,10 +147,10 @@ def test_known_sizes_are_told_by_their_dimensions() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"blocks.0.ls1.gamma": (128,), "blocks.1.ls1.gamma": (128,)}, r"not in the model: blocks.{0..1}.ls1.gamma"),
+        ({"blocks.0.attn.bias": (128,), "blocks.1.attn.bias": (128,)}, r"not in the model: blocks.{0..1}.attn.bias"),
         ({"norm.bias": None}, r"missing: norm.bias"),
         ({"blocks.1.mlp.fc2.bias": (3,)}, r"blocks.1.mlp.fc2.bias: \[3\] in place of \[128\]"),
-        ({"pos_embed": (1, 1 + 15, 128)}, r"positions for 15 patches, which is no square grid"),
+        ({"pos_embed": (1, 14, 128)}, r"positions for 13 or 14 patches, which is no square grid"),
         ({"patch_embed.proj.weight": (128, 3, 4, 8)}, r"patches of 4x8 pixels"),
         (
             {"patch_embed.proj.weight": (0,)},

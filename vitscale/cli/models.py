@@ -27,6 +27,14 @@ class Format(str, Enum):
     huggingface = "huggingface"
     mmpretrain = "mmpretrain"
     bigvision = "bigvision"
+    onnx = "onnx"
+
+
+class Gelu(str, Enum):
+    """Kinds of GELU."""
+
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
 
 
 def list_names(
@@ -79,37 +87,82 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.")],
     format: Annotated[Format, typer.Option(help="Whose format the file has.")] = Format.vitscale,
     resolution: Annotated[int | None, typer.Option(min=1, help="Image size; positions are resized to it.")] = None,
+    patch_size: Annotated[int | None, typer.Option(min=1, help="Patch size; the patch kernel is resized.")] = None,
     num_classes: Annotated[
         int | None, typer.Option(min=0, help="A new classifier of this width, at zero; 0 for none.")
+    ] = None,
+    classes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Classes wanted, one name or WordNet id a line: their rows of the classifier."
+        ),
     ] = None,
 ) -> None:
     """Write a model file from a run, a step or another file, at any resolution.
 
     Example: `vitscale export runs/demo/pretrain model.safetensors --resolution 64`
     """
+    from vitscale.data.source import read_classes
+    from vitscale.errors import EXIT_USAGE, UserError
     from vitscale.train.exchange import export as export_weights
 
-    written = export_weights(source, out, format=format.value, image_size=resolution, num_classes=num_classes)
+    if classes is not None and num_classes is not None:
+        raise UserError("--classes says how many classes there are; leave out --num-classes", exit_code=EXIT_USAGE)
+    written = export_weights(
+        source,
+        out,
+        format=format.value,
+        image_size=resolution,
+        patch_size=patch_size,
+        num_classes=num_classes,
+        classes=read_classes(str(classes)) if classes is not None else None,
+    )
     typer.echo(f"{out}: {written}")
 
 
 def import_weights(
     source: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="A model file, or a folder of Hugging Face.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Model file to write.")],
+    classes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the outputs are called, one name or WordNet id a line.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads, where the file does not say.")] = None,
+    activation: Annotated[Gelu | None, typer.Option(help="Kind of GELU, where the file does not say.")] = None,
+    norm_eps: Annotated[float | None, typer.Option(min=0, help="Epsilon of norms, likewise.")] = None,
+    image_size: Annotated[
+        tuple[int, int] | None, typer.Option(min=1, metavar="HEIGHT WIDTH", help="Image size of positions, likewise.")
+    ] = None,
 ) -> None:
-    """Write weights of timm, Hugging Face, big_vision or vision_transformer as a vitscale model file.
+    """Write weights of timm, Hugging Face, mmpretrain, big_vision or vision_transformer as a vitscale model file.
 
     Example: `vitscale import B_16.npz vit_b16.safetensors`
     """
+    from vitscale.data.source import read_classes
+    from vitscale.errors import UserError
+    from vitscale.weights.content import Known
     from vitscale.weights.io import load_weights, save_model
 
-    weights = load_weights(source)
+    known = Known(
+        num_heads=heads,
+        activation=activation.value if activation else None,
+        norm_eps=norm_eps,
+        image_size=image_size,
+    )
+    weights = load_weights(source, known)
+    names = weights.class_names
+    if classes is not None:
+        names = read_classes(str(classes))
+        if len(names) != weights.config.num_classes:
+            raise UserError(
+                f"{classes} names {len(names)} classes, and {source} has {weights.config.num_classes}; give the list "
+                "that it was trained with"
+            )
     save_model(
         out,
         weights.state,
         weights.config,
         preprocessing=weights.preprocessing,
-        class_names=weights.class_names,
+        class_names=names,
     )
     typer.echo(f"{out}: {weights.source}")
     if weights.left_out:

@@ -321,8 +321,12 @@ class InitConfig:
 
     weights: Text | None = None
     """A model file, or a run whose last checkpoint is taken; adapted to this run's image size, patch and classes."""
-    head: Literal["keep", "zero"] = "zero"
-    """The classifier of `weights`: taken over (same classes), or begun anew at zero."""
+    head: Literal["keep", "zero", "map"] = "zero"
+    """The classifier of `weights`: taken over (same classes); begun anew at zero; or picked class by class by the
+    names in both (WordNet id, else the words), as from ImageNet-21k to ImageNet-1k."""
+    patch_resize: Literal["pseudo_inverse", "interpolate"] = "pseudo_inverse"
+    """How the patch kernel of `weights` comes to another `model.patch_size`: FlexiViT's pseudo-inverse, or resized like
+    an image."""
     resume: Text | None = None
     """Another run to go on from: weights, optimizer, average and position."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,21 +19,31 @@ class Batch:
         valid: bool `[batch]`; false for a slot whose sample could not be used, or that pads the last batch of an
             evaluation. Such a slot counts neither in the loss nor in a metric.
         ids: int64 sample id `[batch]`; -1 for padding.
+        step: Optimizer step that the batch belongs to, from 0, for what all ranks draw alike in it.
     """
 
     images: Tensor
     labels: Tensor
     valid: Tensor
     ids: Tensor
+    step: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`; does not wait for the copy when the source is pinned memory."""
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.images, self.labels, self.valid, self.ids)))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of `size` samples; the last may be smaller."""
-        starts = range(0, len(self), size)
-        return [Batch(*(t[i : i + size] for t in (self.images, self.labels, self.valid, self.ids))) for i in starts]
+        return [self._each(lambda tensor: tensor[i : i + size]) for i in range(0, len(self), size)]  # noqa: B023
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(
+            self,
+            images=change(self.images),
+            labels=change(self.labels),
+            valid=change(self.valid),
+            ids=change(self.ids),
+        )

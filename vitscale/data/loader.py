@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -114,8 +115,9 @@ class TrainLoader:
             self.bad.update(bad.reason for bad in done.bad)
             self._untold.update(bad.what for bad in done.bad)
             self._write(done.bad)
+        batch = replace(done.batch, step=self._next_step)
         self._next_step += 1
-        return done.batch
+        return batch
 
     def take_bad(self) -> dict[What, int]:
         """Bad samples since the last call, by what was wrong."""

@@ -140,7 +140,7 @@ class DropPath(nn.Module):
         if not self.training or self.rate == 0:
             return branch
         keep = 1 - self.rate
-        kept = branch.new_empty(len(branch), 1, 1).bernoulli_(keep)
+        kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep)
         return branch * kept / keep  # in this order: 1 / keep in bfloat16 is off by up to 0.2 %, for all alike
 
     def extra_repr(self) -> str:

@@ -277,7 +277,7 @@ class VisionTransformer(nn.Module):
         kept = self.patch_drop(patches)
         if kept is not None:
             patches = patches.take_along_dim(kept[:, :, None], dim=1)
-        tokens = patches if prefix is None else torch.cat([prefix.expand(len(patches), -1, -1), patches], dim=1)
+        tokens = patches if prefix is None else torch.cat([prefix.expand(patches.shape[0], -1, -1), patches], dim=1)
         tokens = self.norm_pre(self.pos_drop(tokens))
         return _Embedded(tokens, self._rotary(grid, kept, images.device), grid)
 
@@ -311,7 +311,7 @@ class VisionTransformer(nn.Module):
         table = rotary_table(grid, config.embed_dim // config.num_heads, num_prefix=prefix, device=device)
         if kept is None:
             return (table,)
-        first = torch.arange(prefix, device=device).expand(len(kept), -1)
+        first = torch.arange(prefix, device=device).expand(kept.shape[0], -1)
         return (table[:, torch.cat([first, kept + prefix], dim=1)],)
 
     def _check(self, images: Tensor, patch_size: int | None) -> None:

@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vitscale.config.schema import DataConfig, LossConfig, ModelConfig
+from vitscale.config.schema import ModelConfig, RunConfig
 from vitscale.data.augment import normalize
 from vitscale.data.batch import Batch
 from vitscale.engines.base import Objective
+from vitscale.models.patch import draw_patch_size
 from vitscale.models.vit import VisionTransformer
 from vitscale.train.losses import classification_loss
 
@@ -31,14 +32,16 @@ def build_model(config: ModelConfig, *, device: torch.device, seed: int) -> Visi
     return model
 
 
-def build_objective(loss: LossConfig, data: DataConfig) -> Objective:
+def build_objective(config: RunConfig) -> Objective:
     """(model, micro-batch) -> sum of the losses of its valid samples; pixels are normalised on the device."""
-    return partial(_objective, loss, data)
+    return partial(_objective, config)
 
 
-def _objective(loss: LossConfig, data: DataConfig, model: nn.Module, batch: Batch) -> Tensor:
-    images = normalize(batch.images, mean=data.mean, std=data.std)
-    return classification_loss(model(images), batch.labels, batch.valid, loss)
+def _objective(config: RunConfig, model: nn.Module, batch: Batch) -> Tensor:
+    images = normalize(batch.images, mean=config.data.mean, std=config.data.std)
+    sizes = config.model.patch_sizes
+    drawn = {"patch_size": draw_patch_size(config.seed, batch.step, sizes)} if sizes else {}
+    return classification_loss(model(images, **drawn), batch.labels, batch.valid, config.loss)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

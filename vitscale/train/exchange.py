@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from vitscale.errors import UserError
 from vitscale.evaluate.accuracy import Accuracy, evaluate
 from vitscale.models.vit import VisionTransformer
 from vitscale.train import checkpoint
-from vitscale.weights.adapt import adapt
+from vitscale.weights.adapt import Head, adapt
+from vitscale.weights.classes import match_classes
 from vitscale.weights.content import Preprocessing, Weights
 from vitscale.weights.export import Format, export_model
 from vitscale.weights.io import load_weights
@@ -78,16 +79,21 @@ def export(
     *,
     format: Format = "vitscale",
     image_size: int | tuple[int, int] | None = None,
+    patch_size: int | None = None,
     num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
 ) -> str:
-    """Write the weights of a run or a file to `out`, at another resolution or class count if asked.
+    """Write the weights of a run or a file to `out`, at another resolution, patch size or with other classes if asked.
 
     Args:
         source: What `open_weights` reads.
         out: The file to write.
         format: Whose tool is to load it, see `export_model`.
         image_size: Height and width; the position grid is resized to it.
+        patch_size: Side of the patches; the patch kernel is resized by FlexiViT's pseudo-inverse.
         num_classes: A new classifier of this width, at zero; 0 for none.
+        classes: Names of the classes wanted, in their order: each takes its row of the classifier from the class of
+            that name (or WordNet id) in the source, and is zero where there is none.
 
     Returns:
         What was written, in words.
@@ -96,20 +102,26 @@ def export(
         UserError: The source cannot be read or adapted, or the file not be written.
     """
     weights = open_weights(source)
-    target = weights.config
-    if image_size is not None:
-        target = replace(target, image_size=image_size)
-    same_classes = num_classes is None or num_classes == target.num_classes
-    if num_classes is not None:
-        target = replace(target, num_classes=num_classes)
-    state, report = adapt(weights.state, weights.config, target, head="keep" if same_classes else "zero")
+    config = weights.config
+    target = replace(
+        config,
+        image_size=config.image_size if image_size is None else image_size,
+        patch_size=config.patch_size if patch_size is None else patch_size,
+        num_classes=len(classes) if classes else config.num_classes if num_classes is None else num_classes,
+    )
+    if target.patch_size != config.patch_size and config.name:
+        target = replace(target, name=f"{config.name.rpartition('/')[0]}/{target.patch_size}")
+    same_classes = not classes and target.num_classes == config.num_classes
+    head: Head = "map" if classes else "keep" if same_classes else "zero"
+    matched = match_classes(weights.class_names or (), classes) if classes else None
+    state, report = adapt(weights.state, config, target, head=head, classes=matched)
     export_model(
         out,
         state,
         target,
         format=format,
         preprocessing=weights.preprocessing,
-        class_names=weights.class_names if same_classes else None,
+        class_names=classes or (weights.class_names if same_classes else None),
     )
     return f"{weights.source}, at {target.image_size} px: {report}"
 

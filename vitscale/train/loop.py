@@ -77,13 +77,13 @@ def train(config: RunConfig, world: World) -> TrainResult:
     # ------------------------------------------------------------------ model, and where its weights come from
     start = find_start(config, data_digest=index.digest, world=world)
     model = build_model(config.model, device=world.device, seed=config.seed)
-    start.fill(model, config)
+    start.fill(model, config, classes=index.classes)
     apply_checkpointing(model, config.model.activation_checkpointing)
 
     # ------------------------------------------------------------------ the engine spreads it over the ranks
     engine = build_engine(
         model,
-        build_objective(config.loss, config.data),
+        build_objective(config),
         optim=config.optim,
         engine=config.engine,
         world=world,

@@ -8,7 +8,7 @@ must be of the same model, data order and optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vitscale.train import checkpoint
 from vitscale.train.checkpoint import Checkpoint
 from vitscale.train.exchange import open_weights
 from vitscale.weights.adapt import adapt
+from vitscale.weights.classes import match_classes
 from vitscale.weights.content import Weights
 from vitscale.world import World
 
@@ -71,13 +72,35 @@ class Start:
         """What the run's counters stand at."""
         return dict(self.checkpoint.state["totals"]) if self.checkpoint else {}
 
-    def fill(self, model: nn.Module, config: RunConfig) -> None:
-        """Put `weights`, if there are any, into a bare model of `config`, adapted to its image size and classes."""
+    def fill(self, model: nn.Module, config: RunConfig, *, classes: Sequence[str]) -> None:
+        """Put `weights`, if there are any, into a bare model of `config`, adapted to its image size and classes.
+
+        Args:
+            model: To be filled.
+            config: Of the run.
+            classes: Names of the classes of the training set.
+        """
         if self.weights is None:
             return
-        state, report = adapt(self.weights.state, self.weights.config, config.model, head=config.init.head)
+        state, report = adapt(
+            self.weights.state,
+            self.weights.config,
+            config.model,
+            head=config.init.head,
+            classes=self._class_map(config, classes) if config.init.head == "map" else None,
+            patch_resize=config.init.patch_resize,
+        )
         model.load_state_dict(state)
         log.info("%s: %s", config.init.weights, report)
+
+    def _class_map(self, config: RunConfig, classes: Sequence[str]) -> tuple[int | None, ...]:
+        """The class of the weights that each output of the model is; None for outputs that no class has."""
+        assert self.weights is not None
+        try:
+            found = match_classes(self.weights.class_names or (), classes)
+        except UserError as error:
+            raise UserError(f"init.head: map: {error.message}") from None
+        return (*found, *[None] * (config.model.num_classes - len(found)))
 
 
 def find_start(config: RunConfig, *, data_digest: str, world: World) -> Start:

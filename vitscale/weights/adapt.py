@@ -1,25 +1,31 @@
-"""The weights of one model for another: at another resolution, with other classes. A pure function of tensors.
+"""The weights of one model for another: at another resolution or patch size, with other classes. Pure functions.
 
-What fits is taken as it is, learned positions are resized to the new grid, the classifier is kept or begun anew at
-zero. Anything else that differs is refused, with the name of every tensor: nothing is left at random in silence.
+What fits is taken as it is, learned positions are resized to the new grid and patch kernels to the new patches, the
+classifier is kept, picked class by class, or begun anew at zero. Anything else that differs is refused, with the name
+of every tensor: nothing is left at random in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
+from vitscale.models.patch import resize_patch_kernel
 from vitscale.models.position import grid_height_width, has_class_token, num_prefix_positions, resize_grid
 from vitscale.models.vit import VisionTransformer
 from vitscale.weights.names import in_few_words
 
+Head: TypeAlias = Literal["keep", "zero", "map"]
+PatchResize: TypeAlias = Literal["pseudo_inverse", "interpolate"]
+
 _HEAD = ("head.weight", "head.bias")
+_KERNEL = "patch_embed.proj.weight"
 _SHAPES = frozenset(
     ("in_channels", "patch_size", "embed_dim", "depth", "mlp_dim", "num_fcs", "representation_size", "num_registers")
 )
@@ -40,6 +46,8 @@ class LoadReport:
     Attributes:
         matched: Taken as they were.
         resized: Interpolated.
+        mapped: Put together of the rows of known classes.
+        new_classes: How many rows of those are zero, their class being unknown to the source.
         reinitialised: Begun anew at zero.
         missing: Those of `reinitialised` that the source did not have at all.
         unexpected: Tensors of the source that the target has no place for; left out.
@@ -47,6 +55,8 @@ class LoadReport:
 
     matched: tuple[str, ...]
     resized: tuple[str, ...]
+    mapped: tuple[str, ...]
+    new_classes: int
     reinitialised: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -58,7 +68,13 @@ class LoadReport:
         return ", ".join(parts)
 
     def _others(self) -> tuple[tuple[tuple[str, ...], str], ...]:
-        return ((self.resized, "resized"), (self.reinitialised, "anew at zero"), (self.unexpected, "left out"))
+        by_class = f"by class, {self.new_classes} of them unknown and zero" if self.new_classes else "by class"
+        return (
+            (self.resized, "resized"),
+            (self.mapped, by_class),
+            (self.reinitialised, "anew at zero"),
+            (self.unexpected, "left out"),
+        )
 
 
 class Adapted(NamedTuple):
@@ -80,42 +96,48 @@ def adapt(
     source: ModelConfig,
     target: ModelConfig,
     *,
-    head: Literal["keep", "zero"],
+    head: Head,
+    classes: Sequence[int | None] | None = None,
+    patch_resize: PatchResize = "pseudo_inverse",
 ) -> Adapted:
     """Make the weights of a model `source` fit a model `target`; dtypes and devices stay as they are.
 
-    Positions are resized in the way that `target.pos_embed_resize` names.
+    Positions are resized in the way that `target.pos_embed_resize` names. Fixed and rotary positions are no tensors:
+    the model computes them for its own grid.
 
     Args:
         state: The weights under vitscale's names.
         source: The model that `state` is of.
         target: The model wanted.
-        head: `keep` the classifier, which needs the same classes; or begin it anew at `zero`.
+        head: `keep` the classifier, which needs the same classes; begin it anew at `zero`; or `map` it by `classes`.
+        classes: With `map`, the class of the source that each class of the target is, None where there is none, whose
+            row is zero then; see `match_classes`.
+        patch_resize: How the kernel comes to another patch size, see `resize_patch_kernel`.
 
     Raises:
-        UserError: The two differ in more than image size and classes, where every tensor that does not fit is named;
-            or `target` cannot be built.
+        UserError: The two differ in more than image size, patch size and classes, where every tensor that does not fit
+            is named; or `target` cannot be built.
     """
     _same_computation(source, target)
     try:
         shapes = expected_shapes(target)
     except ValueError as error:
         raise UserError(f"the model wanted cannot be: {error}") from None
-    fresh = [name for name in _HEAD if name in shapes and head == "zero"]
-    if head == "keep":
-        _same_classes(state, source, target)
     adapted = dict(state)
-    resized = []
-    old, new = grid_height_width(source), grid_height_width(target)
-    if old != new and "pos_embed" in state:
-        adapted["pos_embed"] = resize_grid(
-            state["pos_embed"],
-            old=old,
-            new=new,
-            num_prefix=num_prefix_positions(source),
-            mode=target.pos_embed_resize,
-        )
-        resized = ["pos_embed"]
+    resized = _resize(adapted, source, target, patch_resize)
+    fresh = [name for name in _HEAD if name in shapes and head == "zero"]
+    mapped: list[str] = []
+    if head != "zero" and target.num_classes:
+        _has_head(state, source, head)
+        if head == "map":
+            assert classes is not None, "head: map needs to be told which class is which"
+            mapped = [name for name in _HEAD if name in shapes]
+            adapted |= {name: _rows(state[name], classes) for name in mapped}
+        elif source.num_classes != target.num_classes:
+            raise UserError(
+                f"head: keep needs the same classes: the weights have {source.num_classes}, the model "
+                f"{target.num_classes}; use head: zero to begin the classifier anew"
+            )
     like = next(iter(state.values()))
     for name in fresh:
         adapted[name] = torch.zeros(shapes[name], dtype=like.dtype, device=like.device)
@@ -124,13 +146,39 @@ def adapt(
     return Adapted(
         state={name: adapted[name] for name in shapes},
         report=LoadReport(
-            matched=tuple(name for name in shapes if name not in (*resized, *fresh)),
+            matched=tuple(name for name in shapes if name not in (*resized, *fresh, *mapped)),
             resized=tuple(resized),
+            mapped=tuple(mapped),
+            new_classes=list(classes or ()).count(None) if mapped else 0,
             reinitialised=tuple(fresh),
             missing=tuple(name for name in fresh if name not in state),
             unexpected=left_out,
         ),
     )
+
+
+def _resize(adapted: dict[str, Tensor], source: ModelConfig, target: ModelConfig, method: PatchResize) -> list[str]:
+    """Bring positions and patch kernel to the target's grid and patches, in place; the names of what changed."""
+    resized = []
+    if source.patch_size != target.patch_size and _KERNEL in adapted:
+        adapted[_KERNEL] = resize_patch_kernel(adapted[_KERNEL], target.patch_size, method=method)
+        resized.append(_KERNEL)
+    old, new = grid_height_width(source), grid_height_width(target)
+    if old != new and "pos_embed" in adapted:
+        prefix = num_prefix_positions(source)
+        adapted["pos_embed"] = resize_grid(
+            adapted["pos_embed"], old=old, new=new, num_prefix=prefix, mode=target.pos_embed_resize
+        )
+        resized.append("pos_embed")
+    return resized
+
+
+def _rows(tensor: Tensor, classes: Sequence[int | None]) -> Tensor:
+    """The rows of the classes asked for; zero for those that are not there."""
+    index = torch.tensor([0 if place is None else place for place in classes], device=tensor.device)
+    picked = tensor[index]
+    picked[torch.tensor([place is None for place in classes], device=tensor.device)] = 0
+    return picked
 
 
 def misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -156,7 +204,7 @@ def _fits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) ->
     if problems:
         raise UserError(
             f"the weights are of another model than the one wanted: {'; '.join(problems)}. "
-            "Give the model section the dimensions of the weights; only image size and classes may differ."
+            "Give the model section the dimensions of the weights; only image size, patch size and classes may differ."
         )
 
 
@@ -174,13 +222,6 @@ def _same_computation(source: ModelConfig, target: ModelConfig) -> None:
         raise UserError(f"the weights need {', '.join(other)}; another value changes what the model computes")
 
 
-def _same_classes(state: Mapping[str, Tensor], source: ModelConfig, target: ModelConfig) -> None:
-    if target.num_classes == 0:
-        return
+def _has_head(state: Mapping[str, Tensor], source: ModelConfig, head: Head) -> None:
     if not source.num_classes or any(name not in state for name in _HEAD):
-        raise UserError("head: keep needs weights with a classifier, and these have none; use head: zero")
-    if source.num_classes != target.num_classes:
-        raise UserError(
-            f"head: keep needs the same classes: the weights have {source.num_classes}, the model "
-            f"{target.num_classes}; use head: zero to begin the classifier anew"
-        )
+        raise UserError(f"head: {head} needs weights with a classifier, and these have none; use head: zero")

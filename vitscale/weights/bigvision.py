@@ -2,13 +2,12 @@
 
 Read are class token, mean (`gap`) and attention pooling (`map`), with pre-logits or without; blocks one by one or
 scanned into one array; positions as parameters of the model or, as in old files, of `Transformer/posembed_input`, with
-a row for the class token or without. Both tools use GELU's tanh approximation and a LayerNorm epsilon of 1e-6, and
-apply the last norm to all tokens. No files here.
+a row for the class token or without; fixed positions where there are none. Both tools use GELU's tanh approximation
+and a LayerNorm epsilon of 1e-6, and apply the last norm to all tokens. No files here.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
-from vitscale.models.position import has_class_token
-from vitscale.weights.content import Preprocessing, Weights, describe
+from vitscale.weights.content import Known, Preprocessing, Weights, describe, told_grid
 from vitscale.weights.names import in_few_words
-from vitscale.weights.table import Entry, Table, same, to_ours, to_theirs
+from vitscale.weights.table import Entry, Table, of_model, same, to_ours, to_theirs
 
 _BLOCK = re.compile(r"Transformer/encoderblock_(\d+)/")
 _SCANNED = "Transformer/encoderblock/"
 _OPTIMIZER = ("opt/", "opt_state/", "step")
+_NOTHING = Known()
 _OLD = {
     "MultiHeadDotProductAttention_1/": "MultiHeadDotProductAttention_0/",
     "LayerNorm_2/": "LayerNorm_1/",
@@ -39,11 +38,12 @@ _PREPROCESSING = Preprocessing(
 """`value_range(-1, 1)` after a resize of the whole image, as in both tools' transfer and evaluation configs."""
 
 
-def from_bigvision(arrays: Mapping[str, Tensor]) -> Weights:
+def from_bigvision(arrays: Mapping[str, Tensor], known: Known = _NOTHING) -> Weights:
     """The model.
 
     Args:
         arrays: By their names in the file.
+        known: What the user says of the model: its image size, where it is not square.
 
     Raises:
         UserError: These are not the arrays of such a ViT; each that is missing or too much is named.
@@ -51,14 +51,18 @@ def from_bigvision(arrays: Mapping[str, Tensor]) -> Weights:
     tensors = _plain(arrays)
     if "embedding/kernel" not in tensors or not any(_BLOCK.match(name) for name in tensors):
         raise UserError(f"holds arrays such as {in_few_words(list(arrays)[:3])}, which is no ViT of big_vision")
-    config, heads = _config(tensors)
+    config, heads = _config(tensors, known)
     return Weights(
         state=to_ours(tensors, _table(config, heads), config),
         config=config,
         preprocessing=_PREPROCESSING,
         class_names=None,
-        source=f"big_vision ViT, {describe(config)}, its grid of positions taken as square",
+        source=f"big_vision ViT, {describe(config)}, {_positions(config)}",
     )
+
+
+def _positions(config: ModelConfig) -> str:
+    return "with fixed positions" if config.pos_embed == "sincos" else "its grid of positions taken as square"
 
 
 def to_bigvision(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -85,7 +89,7 @@ def _plain(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def _config(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, int]:
+def _config(tensors: Mapping[str, Tensor], known: Known) -> tuple[ModelConfig, int]:
     """The model, and the number of heads of its attention."""
     patch, patch_width, in_channels, embed_dim = tensors["embedding/kernel"].shape
     if patch != patch_width:
@@ -95,16 +99,16 @@ def _config(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, int]:
     needed = (
         f"{first}MultiHeadDotProductAttention_0/query/kernel",
         f"{first}MlpBlock_0/Dense_0/kernel",
-        "pos_embedding",
     )
     absent = [name for name in needed if name not in tensors]
     if absent:
-        raise UserError(f"a big_vision ViT without {', '.join(absent)}; fixed positions are not read yet")
+        raise UserError(f"a big_vision ViT without {', '.join(absent)}")
     heads = tensors[needed[0]].shape[1]
     has_class_token, mapped = "cls" in tensors, "MAPHead_0/probe" in tensors
-    side, row = _grid(tensors[needed[2]].shape[1], has_class_token)
+    fixed = "pos_embedding" not in tensors
+    size, prefix = (known.image_size or _usual_size(patch), "all") if fixed else _grid(tensors, patch, known)
     config = ModelConfig(
-        image_size=patch * side,
+        image_size=size,
         in_channels=in_channels,
         patch_size=patch,
         embed_dim=embed_dim,
@@ -115,7 +119,8 @@ def _config(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, int]:
         representation_size=tensors["pre_logits/kernel"].shape[1] if "pre_logits/kernel" in tensors else None,
         pool="map" if mapped else "cls" if has_class_token else "gap",
         class_token=has_class_token,
-        pos_embed_prefix="all" if row else "none",
+        pos_embed="sincos" if fixed else "learned",
+        pos_embed_prefix=prefix,  # type: ignore[arg-type]
         pos_embed_resize="corner_aligned",
         final_norm="tokens",
         activation="gelu_tanh",
@@ -124,13 +129,15 @@ def _config(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, int]:
     return config, heads
 
 
-def _grid(positions: int, has_class_token: bool) -> tuple[int, bool]:
-    """Side of the grid, and whether the class token has a row among the positions."""
-    for row in (False, True) if has_class_token else (False,):
-        side = math.isqrt(positions - row)
-        if side and side * side == positions - row:
-            return side, row
-    raise UserError(f"{positions} positions, which is no square grid; the file does not say what grid it is")
+def _usual_size(patch: int) -> int:
+    """224 pixels, or 14 patches: with fixed positions any other gives the same arrays."""
+    return 224 if 224 % patch == 0 else 14 * patch
+
+
+def _grid(tensors: Mapping[str, Tensor], patch: int, known: Known) -> tuple[int | tuple[int, int], str]:
+    """Image size, and whether the class token has a row among the positions, `all`, or not, `none`."""
+    count = tensors["pos_embedding"].shape[1]
+    return told_grid(known, patch, {"none": count, "all": count - 1} if "cls" in tensors else {"none": count})
 
 
 def _table(config: ModelConfig, heads: int) -> Table:
@@ -141,13 +148,10 @@ def _table(config: ModelConfig, heads: int) -> Table:
         "patch_embed.proj.bias": same("embedding/bias"),
         "pos_embed": same("pos_embedding"),
         **_norm("norm", "Transformer/encoder_norm"),
+        "cls_token": same("cls"),
+        **_linear("pre_logits.fc", "pre_logits"),
+        **_linear("head", "head"),
     }
-    if has_class_token(config):
-        table["cls_token"] = same("cls")
-    if config.num_classes:
-        table |= _linear("head", "head")
-    if config.representation_size:
-        table |= _linear("pre_logits.fc", "pre_logits")
     for block in range(config.depth):
         ours, theirs = f"blocks.{block}.", f"Transformer/encoderblock_{block}/"
         attention = f"{theirs}MultiHeadDotProductAttention_0/"
@@ -161,7 +165,7 @@ def _table(config: ModelConfig, heads: int) -> Table:
         table |= _heads("attn_pool.kv", [f"{attention}key", f"{attention}value"], heads)
         table |= _out("attn_pool.proj", f"{attention}out", heads)
         table |= _norm("attn_pool.norm", "MAPHead_0/LayerNorm_0") | _mlp("attn_pool.mlp", "MAPHead_0/MlpBlock_0")
-    return table
+    return of_model(table, config, whose="big_vision's ViT")
 
 
 def _entry(name: str, split: Callable[[Tensor], Tensor], join: Callable[[Tensor], Tensor]) -> Entry:

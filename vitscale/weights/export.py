@@ -21,14 +21,15 @@ from vitscale.errors import UserError
 from vitscale.models.position import has_class_token
 from vitscale.weights.adapt import FREE
 from vitscale.weights.bigvision import from_bigvision, to_bigvision
-from vitscale.weights.content import Preprocessing
+from vitscale.weights.content import Preprocessing, Weights
 from vitscale.weights.huggingface import from_huggingface, to_huggingface
 from vitscale.weights.io import save_model
 from vitscale.weights.mmpretrain import from_mmpretrain, to_mmpretrain
 from vitscale.weights.names import unwrapped
+from vitscale.weights.onnx import write_onnx
 from vitscale.weights.write import write_file, write_folder
 
-Format: TypeAlias = Literal["vitscale", "timm", "huggingface", "mmpretrain", "bigvision"]
+Format: TypeAlias = Literal["vitscale", "timm", "huggingface", "mmpretrain", "bigvision", "onnx"]
 
 _RESAMPLE = {"nearest": 0, "bilinear": 2, "bicubic": 3}
 
@@ -48,7 +49,8 @@ def export_model(
         path: The file; with `huggingface` a folder, where there must be nothing yet.
         state: The tensors under vitscale's names, wrappers' prefixes allowed.
         config: The model that they are of.
-        format: `vitscale` and `timm` are safetensors, `mmpretrain` is a .pth, `bigvision` a .npz in float32.
+        format: `vitscale` and `timm` are safetensors, `mmpretrain` is a .pth, `bigvision` a .npz in float32, and `onnx`
+            takes float32 images of any batch.
         preprocessing: What the model expects of images.
         class_names: What the outputs are called.
 
@@ -59,24 +61,26 @@ def export_model(
         save_model(path, state, config, preprocessing=preprocessing, class_names=class_names, names=format)
         return
     plain, path = unwrapped(state), Path(path)
-    try:
-        if format == "huggingface":
-            tensors, description = to_huggingface(plain, config, class_names)
-            _same_model(config, from_huggingface(tensors, description, {}).config, "Hugging Face")
-            write_folder(path, lambda folder: _write_huggingface(folder, tensors, description, preprocessing))
-        elif format == "mmpretrain":
-            tensors = to_mmpretrain(plain, config)
-            _same_model(config, from_mmpretrain(tensors).config, "mmpretrain")
-            write_file(path, lambda aside: torch.save({"state_dict": tensors}, aside))
-        else:
-            arrays = {name: tensor.float() for name, tensor in to_bigvision(plain, config).items()}
-            _same_model(config, from_bigvision(arrays).config, "big_vision")
-            write_file(path, lambda aside: _write_npz(aside, arrays))
-    except KeyError as error:
-        raise UserError(f"{format} has no such model: its ViTs need {error}, which this one does not have") from None
+    if format == "onnx":
+        write_onnx(path, plain, config, preprocessing=preprocessing, class_names=class_names)
+        return
+    if format == "huggingface":
+        tensors, description = to_huggingface(plain, config, class_names)
+        _same_model(config, plain, from_huggingface(tensors, description, {}), "Hugging Face")
+        write_folder(path, lambda folder: _write_huggingface(folder, tensors, description, preprocessing))
+    elif format == "mmpretrain":
+        tensors = to_mmpretrain(plain, config)
+        _same_model(config, plain, from_mmpretrain(tensors), "mmpretrain")
+        write_file(path, lambda aside: torch.save({"state_dict": tensors}, aside))
+    else:
+        arrays = {name: tensor.float() for name, tensor in to_bigvision(plain, config).items()}
+        _same_model(config, plain, from_bigvision(arrays), "big_vision")
+        write_file(path, lambda aside: _write_npz(aside, arrays))
 
 
-def _same_model(config: ModelConfig, read_back: ModelConfig, tool: str) -> None:
+def _same_model(config: ModelConfig, state: Mapping[str, Tensor], read: Weights, tool: str) -> None:
+    """Compare a model with what is read of its description and tensors in another tool's format."""
+    read_back = read.config
     names = [field.name for field in fields(ModelConfig) if field.name not in FREE - {"image_size", "num_classes"}]
     other = [
         f"{name}: {_said(config, name)} (there: {_said(read_back, name)})"
@@ -85,6 +89,7 @@ def _same_model(config: ModelConfig, read_back: ModelConfig, tool: str) -> None:
     ]
     if other:
         raise UserError(f"{tool} has no such model, and would compute something else: {', '.join(other)}")
+    assert all(torch.equal(read.state[name].to(tensor.dtype), tensor.cpu()) for name, tensor in state.items())
 
 
 def _said(config: ModelConfig, name: str) -> Any:
@@ -93,6 +98,8 @@ def _said(config: ModelConfig, name: str) -> Any:
         return has_class_token(config)
     if name == "final_norm" and config.final_norm is None:
         return "pooled" if config.pool == "gap" else "tokens"
+    if name == "image_size" and config.pos_embed != "learned":
+        return None  # no tensor depends on it
     if name == "pool" and not config.num_classes:
         return None  # nothing is pooled where there is no classifier
     if name == "pos_embed_prefix" and not has_class_token(config) and not config.num_registers:

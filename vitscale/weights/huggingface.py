@@ -1,4 +1,4 @@
-"""Hugging Face's ViT, DeiT and DINOv2: tensors, `config.json` and `preprocessor_config.json` -> a vitscale model.
+"""Hugging Face's ViT, DeiT, DINOv2 and DINOv3: tensors and JSON descriptions -> a vitscale model, and back.
 
 The names are those that `save_pretrained` writes and the hub holds. No files here.
 """
@@ -15,27 +15,29 @@ from torch import Tensor
 from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
 from vitscale.weights.content import Interpolation, Preprocessing, Weights, describe
-from vitscale.weights.table import Entry, Table, same, stacked, to_ours, to_theirs
+from vitscale.weights.huggingface_dinov3 import KIND, dinov3_config, dinov3_description, dinov3_table
+from vitscale.weights.table import Entry, Table, linear, of_model, same, stacked, to_ours, to_theirs
 
-_PATCHES = "embeddings.patch_embeddings.projection.weight"
+_PATCHES = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _PREFIX = re.compile(r"(vit|deit|dinov2|dinov2_with_registers)\.")
 _MODELS = {
     "vit": "ViT",
     "deit": "DeiT",
     "dinov2": "DINOv2",
     "dinov2_with_registers": "DINOv2 with registers",
+    KIND: "DINOv3",
 }
 _CLASSES = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, as processors store them."""
 _UNUSED = ("pooler.", "embeddings.mask_token")
-"""Tensors that a classifier of these weights has no use for."""
+"""Tensors that a classifier of these weights has no use for; besides those without values."""
 
 
 def is_huggingface(state: Mapping[str, Tensor]) -> bool:
     """Whether these are the tensors of one of these models, with or without its prefix."""
-    return any(_PREFIX.sub("", name, count=1) == _PATCHES for name in state)
+    return any(_PREFIX.sub("", name, count=1) in _PATCHES for name in state)
 
 
 def from_huggingface(
@@ -59,11 +61,15 @@ def from_huggingface(
     tensors = {_PREFIX.sub("", name, count=1): tensor for name, tensor in state.items()}
     if "cls_classifier.weight" in tensors:
         raise UserError("a DeiT that averages two classifiers (WithTeacher), which vitscale's models do not have")
-    left_out = tuple(name for name in tensors if name.startswith(_UNUSED))
+    left_out = tuple(name for name, tensor in tensors.items() if name.startswith(_UNUSED) or not tensor.numel())
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     config = _config(kind, tensors, description)
+    if kind == KIND:
+        table = dinov3_table(config, key_bias="layer.0.attention.k_proj.bias" in tensors)
+    else:
+        table = _table(kind, config)
     return Weights(
-        state=to_ours(tensors, _table(kind, config), config),
+        state=to_ours(tensors, table, config),
         config=config,
         preprocessing=_preprocessing(preprocessor) if preprocessor else None,
         class_names=_class_names(description, config.num_classes),
@@ -75,17 +81,23 @@ def from_huggingface(
 def to_huggingface(
     state: Mapping[str, Tensor], config: ModelConfig, class_names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and `config.json` that transformers loads: DINOv2 with LayerScale, DeiT with one register, else ViT.
+    """The tensors and `config.json` that transformers loads.
+
+    That is a DINOv3 with rotary positions, else a DINOv2 with LayerScale, a DeiT with one register, else a ViT.
 
     Raises:
         UserError: A part that none of these has.
     """
+    if config.pos_embed == "rotary":
+        description = dinov3_description(config)
+        tensors = to_theirs(state, dinov3_table(config, key_bias=config.qkv_bias))
+        return tensors | _mask_token(1, 1, config.embed_dim), description
     kind = "deit" if config.num_registers == 1 and not config.layer_scale else "vit"
     if config.layer_scale:
         kind = "dinov2_with_registers" if config.num_registers else "dinov2"
     names = class_names or [f"LABEL_{number}" for number in range(config.num_classes)]
     activation = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}.get(config.activation, "gelu")
-    description: dict[str, Any] = {
+    description = {
         "model_type": kind,
         "architectures": [f"{_CLASSES[kind]}{'ForImageClassification' if config.num_classes else 'Model'}"],
         "image_size": config.image_size if isinstance(config.image_size, int) else list(config.image_size),
@@ -112,10 +124,15 @@ def to_huggingface(
     else:
         description["intermediate_size"] = config.mlp_dim
     tensors = to_theirs(state, _table(kind, config))
-    if kind == "dinov2_with_registers":  # it always has one, for pretraining with masks, and it begins at zero
-        tensors["embeddings.mask_token"] = torch.zeros(1, config.embed_dim)
+    if kind == "dinov2_with_registers":
+        tensors |= _mask_token(1, config.embed_dim)
     prefix = f"{kind}." if config.num_classes else ""
     return {name if name.startswith("classifier.") else prefix + name: t for name, t in tensors.items()}, description
+
+
+def _mask_token(*shape: int) -> dict[str, Tensor]:
+    """What DINO's pretraining puts in place of masked patches: every such model has one, and it begins at zero."""
+    return {"embeddings.mask_token": torch.zeros(shape)}
 
 
 def _mlp_ratio(config: ModelConfig) -> int:
@@ -128,37 +145,41 @@ def _mlp_ratio(config: ModelConfig) -> int:
 
 
 def _config(kind: str, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return dinov3_config(tensors, description) if kind == KIND else _vit_config(kind, tensors, description)
+    except KeyError as error:
+        raise UserError(f"{error} is missing, in config.json or among the tensors; copy both again") from None
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(f"config.json does not describe a ViT: {error}") from None
+
+
+def _vit_config(kind: str, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> ModelConfig:
     dinov2 = kind.startswith("dinov2")
     swiglu = bool(description.get("use_swiglu_ffn"))
     activation = "swiglu" if swiglu else _ACTIVATIONS.get(str(description.get("hidden_act", "gelu")))
     if activation is None:
         raise UserError(f"hidden_act {description['hidden_act']!r}; vitscale's ViTs have {', '.join(_ACTIVATIONS)}")
     first = "encoder.layer.0." + {True: "mlp.weights_out" if swiglu else "mlp.fc2", False: "output.dense"}[dinov2]
-    try:
-        mlp_dim = tensors[f"{first}.weight"].shape[1]
-        size = description["image_size"]
-        return ModelConfig(
-            image_size=size if isinstance(size, int) else (int(size[0]), int(size[1])),
-            in_channels=int(description.get("num_channels", 3)),
-            patch_size=int(description["patch_size"]),
-            embed_dim=int(description["hidden_size"]),
-            depth=int(description["num_hidden_layers"]),
-            num_heads=int(description["num_attention_heads"]),
-            mlp_dim=mlp_dim,
-            num_classes=len(tensors["classifier.weight"]) if "classifier.weight" in tensors else 0,
-            pool="cls_gap" if dinov2 and "classifier.weight" in tensors else "cls",
-            num_registers=1 if kind == "deit" else int(description.get("num_register_tokens", 0)),
-            pos_embed_prefix="class" if kind == "dinov2_with_registers" else "all",
-            pos_embed_resize="bicubic_antialias" if kind == "dinov2_with_registers" else "bicubic",
-            qkv_bias=bool(description.get("qkv_bias", True)),
-            activation=activation,  # type: ignore[arg-type]
-            norm_eps=float(description.get("layer_norm_eps", 1e-6 if dinov2 else 1e-12)),
-            layer_scale=float(description.get("layerscale_value", 1.0)) if dinov2 else None,
-        )
-    except KeyError as error:
-        raise UserError(f"{error} is missing, in config.json or among the tensors; copy both again") from None
-    except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"config.json does not describe a ViT: {error}") from None
+    mlp_dim = tensors[f"{first}.weight"].shape[1]
+    size = description["image_size"]
+    return ModelConfig(
+        image_size=size if isinstance(size, int) else (int(size[0]), int(size[1])),
+        in_channels=int(description.get("num_channels", 3)),
+        patch_size=int(description["patch_size"]),
+        embed_dim=int(description["hidden_size"]),
+        depth=int(description["num_hidden_layers"]),
+        num_heads=int(description["num_attention_heads"]),
+        mlp_dim=mlp_dim,
+        num_classes=len(tensors["classifier.weight"]) if "classifier.weight" in tensors else 0,
+        pool="cls_gap" if dinov2 and "classifier.weight" in tensors else "cls",
+        num_registers=1 if kind == "deit" else int(description.get("num_register_tokens", 0)),
+        pos_embed_prefix="class" if kind == "dinov2_with_registers" else "all",
+        pos_embed_resize="bicubic_antialias" if kind == "dinov2_with_registers" else "bicubic",
+        qkv_bias=bool(description.get("qkv_bias", True)),
+        activation=activation,  # type: ignore[arg-type]
+        norm_eps=float(description.get("layer_norm_eps", 1e-6 if dinov2 else 1e-12)),
+        layer_scale=float(description.get("layerscale_value", 1.0)) if dinov2 else None,
+    )
 
 
 def _table(kind: str, config: ModelConfig) -> Table:
@@ -166,27 +187,26 @@ def _table(kind: str, config: ModelConfig) -> Table:
     table: dict[str, Entry] = {
         "cls_token": same("embeddings.cls_token"),
         "pos_embed": same("embeddings.position_embeddings"),
-        **_linear("patch_embed.proj", "embeddings.patch_embeddings.projection"),
-        **_linear("norm", "layernorm"),
+        **linear("patch_embed.proj", "embeddings.patch_embeddings.projection"),
+        **linear("norm", "layernorm"),
     }
+    table |= linear("head", "classifier")
     if config.num_registers:
         table["reg_token"] = same(f"embeddings.{'distillation_token' if kind == 'deit' else 'register_tokens'}")
-    if config.num_classes:
-        table |= _linear("head", "classifier")
     parts = _DINOV2 if dinov2 else _VIT
     if config.activation == "swiglu":
         parts = parts | {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
     for block in range(config.depth):
         ours, theirs = f"blocks.{block}.", f"encoder.layer.{block}."
         for mine, other in parts.items():
-            table |= _linear(ours + mine, theirs + other)
+            table |= linear(ours + mine, theirs + other)
         for tensor in ("weight", "bias") if config.qkv_bias else ("weight",):
             names = (f"{theirs}attention.attention.{part}.{tensor}" for part in ("query", "key", "value"))
             table[f"{ours}attn.qkv.{tensor}"] = stacked(*names)
         if dinov2:
             for number in (1, 2):
                 table[f"{ours}ls{number}.gamma"] = same(f"{theirs}layer_scale{number}.lambda1")
-    return table
+    return of_model(table, config, whose=f"Hugging Face's {_MODELS[kind]}")
 
 
 _VIT = {
@@ -203,10 +223,6 @@ _DINOV2 = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-
-
-def _linear(ours: str, theirs: str) -> dict[str, Entry]:
-    return {f"{ours}.{tensor}": same(f"{theirs}.{tensor}") for tensor in ("weight", "bias")}
 
 
 def _preprocessing(fields: Mapping[str, Any]) -> Preprocessing | None:

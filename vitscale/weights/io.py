@@ -28,15 +28,16 @@ from vitscale.config.schema import ModelConfig
 from vitscale.errors import UserError
 from vitscale.weights.adapt import expected_shapes, misfits
 from vitscale.weights.bigvision import from_bigvision
-from vitscale.weights.content import Preprocessing, Weights, describe, preprocessing_from
+from vitscale.weights.content import Known, Preprocessing, Weights, describe, preprocessing_from
 from vitscale.weights.huggingface import from_huggingface, is_huggingface
 from vitscale.weights.mmpretrain import from_mmpretrain, is_mmpretrain
 from vitscale.weights.names import unwrapped
 from vitscale.weights.read import read_content
-from vitscale.weights.timm import from_timm, is_timm, timm_config, to_timm
+from vitscale.weights.timm import from_timm, from_timm_names, is_timm, to_timm
 from vitscale.weights.write import write_file
 
 _VERSION = 1
+_NOTHING = Known()
 _TOOLS = (
     ("encoder.layers.encoder_layer_", "a torchvision ViT"),
     ("visual.", "a CLIP model"),
@@ -65,7 +66,7 @@ def save_model(
 
     Raises:
         ValueError: `state` is not a model of `config`, or there are more names than classes.
-        UserError: The file cannot be written; what was there before is intact.
+        UserError: The file cannot be written, what was there before is intact; or timm has no such model.
     """
     plain = unwrapped(state)
     problems = misfits(plain, expected_shapes(config))
@@ -80,19 +81,20 @@ def save_model(
         "preprocessing": asdict(preprocessing) if preprocessing else None,
         "class_names": list(class_names) if class_names is not None else None,
     }
-    tensors = to_timm(plain) if names == "timm" else plain
+    tensors = to_timm(plain, config) if names == "timm" else plain
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "vitscale": json.dumps(header)}
     write_file(Path(path), lambda aside: save_file(tensors, aside, metadata))
 
 
-def load_weights(path: str | os.PathLike[str]) -> Weights:
+def load_weights(path: str | os.PathLike[str], known: Known = _NOTHING) -> Weights:
     """Read a model file of vitscale or another tool, telling which by its content.
 
     Known are timm, Hugging Face, mmpretrain, big_vision and vision_transformer.
 
     Args:
         path: The file; or a folder of Hugging Face, with its `config.json`.
+        known: What the user says of a model whose file holds tensors alone.
 
     Raises:
         UserError: It cannot be read, or is something else; the message says what it looks like.
@@ -101,16 +103,19 @@ def load_weights(path: str | os.PathLike[str]) -> Weights:
     content = read_content(path)
     try:
         if content.kind == "npz":
-            return from_bigvision(content.tensors)
+            return from_bigvision(content.tensors, known)
         state = unwrapped(content.tensors)
+        says_itself = "vitscale" in content.metadata or is_huggingface(state)
+        if says_itself and known.given():
+            raise UserError(f"the file says itself what {', '.join(known.given())} of its model are; leave them out")
         if "vitscale" in content.metadata:
             return _from_header(state, content.metadata["vitscale"])
         if is_huggingface(state):
             return from_huggingface(state, content.description, content.preprocessor)
         if is_mmpretrain(state):
-            return from_mmpretrain(state)
+            return from_mmpretrain(state, known)
         if is_timm(state):
-            return _from_timm(state, content.source)
+            return from_timm(state, content.description, content.source, known)
     except UserError as error:
         raise UserError(f"{path}: {error.message}") from None
     raise UserError(
@@ -135,7 +140,7 @@ def _from_header(state: dict[str, Tensor], text: str) -> Weights:
         raise UserError(
             f"the description of the model in the file is damaged: {type(error).__name__}: {error}"
         ) from None
-    state = from_timm(state) if names == "timm" else state
+    state = from_timm_names(state, config) if names == "timm" else state
     problems = misfits(state, expected_shapes(config))
     if problems:
         raise UserError(f"the tensors are not those of the model that the file describes: {'; '.join(problems)}")
@@ -145,17 +150,6 @@ def _from_header(state: dict[str, Tensor], text: str) -> Weights:
         preprocessing=preprocessing,
         class_names=class_names,
         source=f"vitscale model file{' under timm names' if names == 'timm' else ''}, {describe(config)}",
-    )
-
-
-def _from_timm(state: dict[str, Tensor], source: str) -> Weights:
-    config = timm_config(state)
-    return Weights(
-        state=from_timm(state),
-        config=config,
-        preprocessing=None,
-        class_names=None,
-        source=f"timm ViT ({source}), {describe(config)}, its grid of positions taken as square",
     )
 
 

@@ -6,7 +6,6 @@ A checkpoint does not say what it is but by shapes: heads are those of mmpretrai
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -15,14 +14,15 @@ from torch import Tensor
 from vitscale.config.schema import ModelConfig
 from vitscale.config.sizes import SIZES
 from vitscale.errors import UserError
-from vitscale.weights.content import Weights, describe
-from vitscale.weights.table import Entry, Table, same, to_ours, to_theirs
+from vitscale.weights.content import Known, Weights, describe, told_grid, told_heads
+from vitscale.weights.table import Entry, Table, linear, of_model, same, to_ours, to_theirs
 
 _PATCHES = "patch_embed.projection.weight"
 _BLOCK = re.compile(r"layers\.(\d+)\.")
 _BACKBONE = "backbone."
 _SMALL = (768, 8, 2304)
 """Width, depth and MLP width of mmpretrain's `small`, which has 8 heads and is no S/16."""
+_NOTHING = Known()
 _PREPROCESSOR = "data_preprocessor."
 
 _PARTS = {
@@ -30,9 +30,9 @@ _PARTS = {
     "attn.qkv": "attn.qkv",
     "attn.proj": "attn.proj",
     "norm2": "ln2",
-    "mlp.fc1": "ffn.layers.0.0",
-    "mlp.fc2": "ffn.layers.1",
 }
+_SWIGLU = {"mlp.fc1": "ffn.w12", "mlp.fc2": "ffn.w3"}
+_LAYER = re.compile(r"layers\.0\.ffn\.layers\.(\d+)\.")
 
 
 def is_mmpretrain(state: Mapping[str, Tensor]) -> bool:
@@ -40,11 +40,12 @@ def is_mmpretrain(state: Mapping[str, Tensor]) -> bool:
     return any(name.removeprefix(_BACKBONE) == _PATCHES for name in state)
 
 
-def from_mmpretrain(state: Mapping[str, Tensor]) -> Weights:
+def from_mmpretrain(state: Mapping[str, Tensor], known: Known = _NOTHING) -> Weights:
     """The model.
 
     Args:
         state: The tensors under their names in the file.
+        known: What the user says of the model.
 
     Raises:
         UserError: A part that vitscale's models do not have, or tensors missing or too much, each named.
@@ -54,7 +55,7 @@ def from_mmpretrain(state: Mapping[str, Tensor]) -> Weights:
         if not name.startswith(_PREPROCESSOR):
             # names in the table: those of the backbone bare, those of the head with their prefix
             tensors[name.removeprefix(_BACKBONE)] = tensor
-    config = _config(tensors)
+    config = _config(tensors, known)
     return Weights(
         state=to_ours(tensors, _table(config), config),
         config=config,
@@ -70,8 +71,10 @@ def to_mmpretrain(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
     return {name if name.startswith("head.") else _BACKBONE + name: tensor for name, tensor in tensors.items()}
 
 
-def _config(tensors: Mapping[str, Tensor]) -> ModelConfig:
-    needed = ("pos_embed", "layers.0.ffn.layers.0.0.weight", "ln1.weight")
+def _config(tensors: Mapping[str, Tensor], known: Known) -> ModelConfig:
+    swiglu = "layers.0.ffn.w12.weight" in tensors
+    second = "layers.0.ffn.w3.weight" if swiglu else "layers.0.ffn.layers.0.0.weight"
+    needed = ("pos_embed", second)
     absent = [name for name in needed if name not in tensors]
     if absent:
         raise UserError(f"an mmpretrain ViT without {', '.join(absent)}, which is not read")
@@ -79,67 +82,69 @@ def _config(tensors: Mapping[str, Tensor]) -> ModelConfig:
     if patch != patch_width:
         raise UserError(f"patches of {patch}x{patch_width} pixels; vitscale's are square")
     depth = 1 + max(int(found[1]) for name in tensors if (found := _BLOCK.match(name)))
-    mlp_dim = len(tensors["layers.0.ffn.layers.0.0.weight"])
+    mlp_dim = tensors[second].shape[1] if swiglu else len(tensors[second])
     class_token = "cls_token" in tensors
-    head, pre_logits = tensors.get("head.layers.head.weight"), tensors.get("head.layers.pre_logits.weight")
-    side = math.isqrt(tensors["pos_embed"].shape[1] - class_token)
-    if side * side + class_token != tensors["pos_embed"].shape[1]:
-        raise UserError(f"{tensors['pos_embed'].shape[1]} positions, which is no square grid")
+    head = tensors.get("head.layers.head.weight", tensors.get("head.fc.weight"))
+    pre_logits = tensors.get("head.layers.pre_logits.weight")
+    pool = "cls" if class_token and "ln2.weight" not in tensors else "gap"
+    norms = {(True, True): "both", (True, False): "tokens", (False, True): "pooled", (False, False): "none"}
+    final_norm = norms["ln1.weight" in tensors, "ln2.weight" in tensors]
+    usual = final_norm == ("tokens" if pool == "cls" else "pooled")
+    size, _ = told_grid(known, patch, {"all": tensors["pos_embed"].shape[1] - class_token})
     return ModelConfig(
-        image_size=patch * side,
+        image_size=size,
         in_channels=in_channels,
         patch_size=patch,
         embed_dim=embed_dim,
         depth=depth,
-        num_heads=_heads(embed_dim, depth, mlp_dim),
+        num_heads=told_heads(known, embed_dim, _usual_heads(embed_dim, depth, mlp_dim)),
         mlp_dim=mlp_dim,
         num_classes=0 if head is None else len(head),
         representation_size=None if pre_logits is None else len(pre_logits),
-        pool="cls" if class_token else "gap",
-        final_norm="tokens",
+        pool=pool,  # type: ignore[arg-type]
+        class_token=True if class_token and pool == "gap" else None,
+        final_norm=None if usual else final_norm,  # type: ignore[arg-type]
+        num_fcs=2 if swiglu else 1 + max(int(found[1]) for name in tensors if (found := _LAYER.match(name))),
+        activation="swiglu" if swiglu else known.activation or "gelu",
+        norm_eps=known.norm_eps or 1e-6,
+        pre_norm="pre_norm.weight" in tensors,
         pos_embed_resize="bicubic",
         qkv_bias="layers.0.attn.qkv.bias" in tensors,
         layer_scale=1.0 if "layers.0.attn.gamma1.weight" in tensors else None,
     )
 
 
-def _heads(embed_dim: int, depth: int, mlp_dim: int) -> int:
+def _usual_heads(embed_dim: int, depth: int, mlp_dim: int) -> int | None:
+    """Those of mmpretrain's own sizes."""
     if (embed_dim, depth, mlp_dim) == _SMALL:
         return 8
     for size in SIZES.values():
         if (size.embed_dim, size.depth, size.mlp_dim) == (embed_dim, depth, mlp_dim):
             return size.num_heads
-    if embed_dim % 64:
-        raise UserError(
-            f"the number of heads cannot be told: {embed_dim} wide, {depth} blocks is no size of mmpretrain, and not a "
-            "multiple of 64, the usual width of a head"
-        )
-    return embed_dim // 64
+    return None
 
 
 def _table(config: ModelConfig) -> Table:
     table: dict[str, Entry] = {
         "pos_embed": same("pos_embed"),
-        **_linear("patch_embed.proj", "patch_embed.projection"),
-        **_linear("norm", "ln1"),
+        **linear("patch_embed.proj", "patch_embed.projection"),
+        "cls_token": same("cls_token"),
+        **linear("norm_pre", "pre_norm"),
+        **linear("norm", "ln1"),
+        **linear("fc_norm", "ln2"),
+        **linear("pre_logits.fc", "head.layers.pre_logits"),
+        **linear("head", "head.layers.head" if config.pool == "cls" else "head.fc"),
     }
-    if config.pool == "cls":
-        table["cls_token"] = same("cls_token")
-    if config.num_classes:
-        table |= _linear("head", "head.layers.head")
-    if config.representation_size:
-        table |= _linear("pre_logits.fc", "head.layers.pre_logits")
     for block in range(config.depth):
         ours, theirs = f"blocks.{block}.", f"layers.{block}."
-        for mine, other in _PARTS.items():
-            table |= _linear(ours + mine, theirs + other)
-        if not config.qkv_bias:
-            del table[f"{ours}attn.qkv.bias"]
-        if config.layer_scale:
-            table[f"{ours}ls1.gamma"] = same(f"{theirs}attn.gamma1.weight")
-            table[f"{ours}ls2.gamma"] = same(f"{theirs}ffn.gamma2.weight")
-    return table
+        for mine, other in (_PARTS | (_SWIGLU if config.activation == "swiglu" else _mlp(config.num_fcs))).items():
+            table |= linear(ours + mine, theirs + other)
+        table[f"{ours}ls1.gamma"] = same(f"{theirs}attn.gamma1.weight")
+        table[f"{ours}ls2.gamma"] = same(f"{theirs}ffn.gamma2.weight")
+    return of_model(table, config, whose="mmpretrain's ViT")
 
 
-def _linear(ours: str, theirs: str) -> dict[str, Entry]:
-    return {f"{ours}.{tensor}": same(f"{theirs}.{tensor}") for tensor in ("weight", "bias")}
+def _mlp(num_fcs: int) -> dict[str, str]:
+    """The layers of an MLP; the last one stands without its activation."""
+    layers = {f"mlp.fc{number}": f"ffn.layers.{number - 1}.0" for number in range(1, num_fcs)}
+    return layers | {f"mlp.fc{num_fcs}": f"ffn.layers.{num_fcs - 1}"}

@@ -45,15 +45,35 @@ def stacked(*names: str) -> Entry:
     return Entry(names, lambda ours: tuple(ours.chunk(len(names))), lambda theirs: torch.cat(theirs))
 
 
-def to_theirs(state: Mapping[str, Tensor], table: Table) -> dict[str, Tensor]:
-    """Vitscale's tensors under the file's names, each with memory of its own, on the host.
+def linear(ours: str, theirs: str) -> dict[str, Entry]:
+    """A layer's weight and bias, or a norm's."""
+    return {f"{ours}.{tensor}": same(f"{theirs}.{tensor}") for tensor in ("weight", "bias")}
+
+
+def no_key_bias(query: str, value: str) -> Entry:
+    """Biases of queries and values, where keys have none: theirs is zero."""
+
+    def join(theirs: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([theirs[0], torch.zeros_like(theirs[0]), theirs[1]])
+
+    return Entry((query, value), lambda ours: ours.chunk(3)[::2], join)
+
+
+def of_model(table: Table, config: ModelConfig, *, whose: str) -> Table:
+    """The entries for the tensors that a model of `config` has, out of those for all that the tool's models may have.
 
     Raises:
-        UserError: The file has no place for some of them, each named.
+        UserError: The model has tensors that the tool (`whose`) has no place for, each named.
     """
-    homeless = [name for name in state if name not in table]
+    names = expected_shapes(config)
+    homeless = [name for name in names if name not in table]
     if homeless:
-        raise UserError(f"the format has no place for {in_few_words(homeless)}")
+        raise UserError(f"{whose} has no place for {in_few_words(homeless)}")
+    return {name: table[name] for name in names}
+
+
+def to_theirs(state: Mapping[str, Tensor], table: Table) -> dict[str, Tensor]:
+    """Vitscale's tensors under the file's names, each with memory of its own, on the host."""
     return {
         theirs: tensor.detach().cpu().contiguous().clone()
         for name, entry in table.items()
@@ -77,8 +97,6 @@ def to_ours(tensors: Mapping[str, Tensor], table: Table, config: ModelConfig) ->
 def their_shapes(table: Table, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors in the file."""
     shapes = expected_shapes(config)
-    absent = [name for name in shapes if name not in table]
-    assert not absent, f"the table has no entry for {absent}"
     return {
         theirs: tuple(part.shape)
         for name, shape in shapes.items()
