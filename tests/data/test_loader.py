@@ -94,6 +94,7 @@ def test_a_resumed_loader_goes_on_where_it_was(config: DataConfig, tmp_path: Pat
     there = take(train_loader(replace(config, workers=2), tmp_path, start_step=start - 1), 4)
     resumed = take(train_loader(config, tmp_path, start_step=start), 3)
     assert [digest(batch) for batch in resumed] == [digest(batch) for batch in there[1:]]
+    assert [batch.step for batch in resumed] == [start, start + 1, start + 2]
 
 
 def test_each_sample_once_an_epoch_with_its_own_label_and_pixels(config: DataConfig, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def test_what_is_written_is_read_back_equal(tmp_path: Path, config: ModelConfig,
         assert weights.state[name].dtype == torch.float16
         assert torch.equal(weights.state[name], tensor)
     assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_who_the_umask_lets_read_may_read(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(tmp_path / "m")
+        assert (tmp_path / "m").stat().st_mode & 0o777 == 0o640
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
 
 
 def test_wrapped_names_are_written_plain(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def pack(
         typer.echo(f"{split.folder}: {count(split.samples, 'image')} in {count(split.shards, 'shard')}, "
                    f"{split.bytes / 2**20:.1f} MiB, {count(len(report.classes), 'class', 'classes')}")  # fmt: skip
     if report.empty:
-        typer.echo(f"classes without an image: {', '.join(report.empty)}", err=True)
+        more = f", and {len(report.empty) - _SHOWN} more" if len(report.empty) > _SHOWN else ""
+        typer.echo(f"classes without an image: {', '.join(report.empty[:_SHOWN])}{more}", err=True)
     if report.skipped:
         typer.echo(f"{count(len(report.skipped), 'file')} skipped, named in {out}/skipped.jsonl", err=True)
 

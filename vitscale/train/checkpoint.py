@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitscale.engines.base import Engine, Fragment, Kind
@@ -39,6 +38,7 @@ from vitscale.errors import UserError
 from vitscale.train.step_folder import CheckpointError as CheckpointError
 from vitscale.train.step_folder import read_index, sha256, sync, write_index, write_json
 from vitscale.train.step_folder import verify as verify
+from vitscale.weights.write import save_tensors
 from vitscale.world import World
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def _fresh(aside: Path) -> int:
 def _write_rank(file: Path, rank: int, engine: Engine) -> int:
     """This rank's tensors, and beside them what the index will say of them; the bytes of the tensors' file."""
     fragments = [fragment for fragment in engine.fragments() if fragment.values.numel()]
-    save_file({_key(f): f.values.detach().float().cpu().contiguous() for f in fragments}, file)
+    save_tensors({_key(f): f.values.detach().float().cpu().contiguous() for f in fragments}, file)
     sync(file)
     size = file.stat().st_size
     ranges = [[f.kind, f.name, list(f.shape), f.start, f.values.numel()] for f in fragments]

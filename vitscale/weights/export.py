@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitscale.config.schema import ModelConfig
@@ -27,7 +26,7 @@ from vitscale.weights.io import save_model
 from vitscale.weights.mmpretrain import from_mmpretrain, to_mmpretrain
 from vitscale.weights.names import unwrapped
 from vitscale.weights.onnx import write_onnx
-from vitscale.weights.write import write_file, write_folder
+from vitscale.weights.write import save_tensors, write_file, write_folder
 
 Format: TypeAlias = Literal["vitscale", "timm", "huggingface", "mmpretrain", "bigvision", "onnx"]
 
@@ -110,7 +109,7 @@ def _said(config: ModelConfig, name: str) -> Any:
 def _write_huggingface(
     folder: Path, tensors: dict[str, Tensor], description: dict[str, Any], preprocessing: Preprocessing | None
 ) -> None:
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
     if preprocessing is None:
         return

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitscale.config.load import model_from_dict, model_to_dict
@@ -34,7 +33,7 @@ from vitscale.weights.mmpretrain import from_mmpretrain, is_mmpretrain
 from vitscale.weights.names import unwrapped
 from vitscale.weights.read import read_content
 from vitscale.weights.timm import from_timm, from_timm_names, is_timm, to_timm
-from vitscale.weights.write import write_file
+from vitscale.weights.write import save_tensors, write_file
 
 _VERSION = 1
 _NOTHING = Known()
@@ -84,7 +83,7 @@ def save_model(
     tensors = to_timm(plain, config) if names == "timm" else plain
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "vitscale": json.dumps(header)}
-    write_file(Path(path), lambda aside: save_file(tensors, aside, metadata))
+    write_file(Path(path), lambda aside: save_tensors(tensors, aside, metadata))
 
 
 def load_weights(path: str | os.PathLike[str], known: Known = _NOTHING) -> Weights:

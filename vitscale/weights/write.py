@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from vitscale.errors import UserError
 
@@ -33,6 +35,14 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         raise UserError(f"{path} cannot be written: {error}; nothing was changed") from None
     finally:
         aside.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write safetensors, for whom the umask lets read; the library's own files are for their owner alone."""
+    save_file(dict(tensors), path, dict(metadata) if metadata else None)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
