@@ -39,6 +39,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards"))
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or waits for its parent to take note."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def ranks_of(launcher: int) -> dict[int, psutil.Process]:
     """The running ranks below a launcher."""
     found = {}
@@ -169,6 +177,7 @@ def test_a_rank_that_hangs_is_named(shards: Path, tmp_path: Path) -> None:
     ranks = ranks_of(launcher.pid)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     wait_until(lambda: "rank 0: rank 1 did not answer for 10 s during" in output.read_text())
+    wait_until(lambda: has_ended(ranks[0]))  # before the other one, awake again, ends too
     os.kill(ranks[1].pid, signal.SIGCONT)  # else it is killed after the 30 s that torch's agent gives it
     assert launcher.wait(timeout=120) == EXIT_FAILED
     said = output.read_text()

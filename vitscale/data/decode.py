@@ -4,8 +4,9 @@
     picture.height, picture.width                       as a person sees it: after EXIF's rotation
     picture.crop(box, (224, 224))                       decodes, cuts, resizes with antialiasing
 
-What the bytes are decides, not what they are named. A JPEG of 8 bits, gray or colour, goes through libjpeg-turbo
-(simplejpeg, which lets other threads run meanwhile); CMYK and everything else through Pillow. Colours come out as
+What the bytes are decides, not what they are named. A JPEG of 8 bits, gray or colour, goes through libjpeg-turbo: where
+vitscale's own library was built (`jpeg_crop`) only the part that is shown is decoded, else all of it by simplejpeg, to
+the same pixels; both let other threads run meanwhile. CMYK and everything else go through Pillow. Colours come out as
 Pillow's `convert("RGB")` gives them, so that transparency is dropped, but for 16-bit gray, which is scaled to 8 bits.
 A picture too large to be one is refused before it is decoded. Nothing here starts a process or changes global state,
 and any number of threads may decode at once.
@@ -26,6 +27,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from vitscale.data.jpeg import JpegHeader, exif_orientation, read_jpeg_header, without_profiles
+from vitscale.data.jpeg_crop import CropFailed, available, crop_jpeg
 
 Interpolation = Literal["bicubic", "bilinear"]
 Reason = Literal["empty", "not_an_image", "unsupported", "too_large", "truncated", "corrupt"]
@@ -35,6 +37,10 @@ MAX_PIXELS = 2**30 // 12
 """89 million, Pillow's limit too: 256 MiB of RGB in one thread."""
 MAX_SCANS = 500
 """Of a progressive JPEG; each costs as much as a whole picture, and encoders write about ten."""
+
+_END = b"\xff\xd9"
+_TAIL = 4096
+"""Bytes at the end of a JPEG in which its end is looked for; cameras append a little."""
 
 Image.init()  # all readers now: threads would race to load them
 _FORMATS: list[str] = [
@@ -82,6 +88,7 @@ class Picture:
     width: int
     _orientation: int
     _decode: Callable[[], Pixels]
+    _decode_part: Callable[[Box], Pixels] | None
 
     def pixels(self) -> Pixels:
         """All of it, upright, uint8 RGB `[height, width, 3]`.
@@ -97,13 +104,22 @@ class Picture:
         Raises:
             BadImage: It cannot be decoded.
         """
-        part = self.pixels()[box.top : box.top + box.height, box.left : box.left + box.width]
-        if min(part.strides) < 0 or not part.flags.writeable:
-            part = part.copy()
+        part = self._part(box)
+        if not (part.flags.c_contiguous and part.flags.writeable):
+            part = part.copy()  # by numpy: torch would do it with a team of threads for each of ours
         pixels = torch.from_numpy(part).permute(2, 0, 1)
         if tuple(part.shape[:2]) == size:
             return pixels
         return torch.nn.functional.interpolate(pixels[None], size=size, mode=interpolation, antialias=True)[0]
+
+    def _part(self, box: Box) -> Pixels:
+        """The pixels of `box`, upright, decoding no more than they need where that can be."""
+        if self._decode_part is not None:
+            try:
+                return _upright(self._decode_part(_as_stored(box, self)), self._orientation)
+            except CropFailed:  # damaged, or only odd: decoding all of it tells the one from the other
+                pass
+        return self.pixels()[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
 def open_picture(content: bytes) -> Picture:
@@ -125,14 +141,20 @@ def open_picture(content: bytes) -> Picture:
     return _picture(image.height, image.width, exif_orientation(exif), lambda: _load_with_pillow(content))
 
 
-def _picture(height: int, width: int, orientation: int, decode: Callable[[], Pixels]) -> Picture:
+def _picture(
+    height: int,
+    width: int,
+    orientation: int,
+    decode: Callable[[], Pixels],
+    decode_part: Callable[[Box], Pixels] | None = None,
+) -> Picture:
     if height < 1 or width < 1:
         raise BadImage("corrupt", f"{width} x {height} pixels")
     if height * width > MAX_PIXELS:
         raise BadImage("too_large", f"{width} x {height} pixels, more than {MAX_PIXELS:,} in all")
     if orientation >= 5:
         height, width = width, height
-    return Picture(height, width, orientation, decode)
+    return Picture(height, width, orientation, decode, decode_part)
 
 
 def _open_jpeg(content: bytes) -> Picture:
@@ -143,7 +165,16 @@ def _open_jpeg(content: bytes) -> Picture:
         raise BadImage("unsupported", f"a JPEG of {header.precision} bits, coding {header.coding:#x}")
     if header.progressive and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
         raise BadImage("too_large", f"a JPEG of {scans:,} scans")
-    return _picture(header.height, header.width, header.orientation, lambda: _load_jpeg(content, header))
+    size = (header.height, header.width)
+    part = None
+    if available() and _in_parts(content, header):
+        part = lambda box: crop_jpeg(content, size, **box._asdict())  # noqa: E731
+    return _picture(*size, header.orientation, lambda: _load_jpeg(content, header), part)
+
+
+def _in_parts(content: bytes, header: JpegHeader) -> bool:
+    """Whether a part can be decoded by itself: one scan, gray or colour, and whole as far as its last bytes tell."""
+    return header.baseline and header.components in (1, 3) and content.rfind(_END, len(content) - _TAIL) >= 0
 
 
 def _load_jpeg(content: bytes, header: JpegHeader) -> Pixels:
@@ -197,6 +228,17 @@ def _from_16_bits(image: Image.Image) -> Pixels:
 def _damage(error: Exception) -> BadImage:
     text = str(error) or type(error).__name__
     return BadImage("truncated" if "truncated" in text.lower() else "corrupt", text)
+
+
+def _as_stored(box: Box, picture: Picture) -> Box:
+    """Where the pixels of an upright box lie in the file; `_upright` in reverse."""
+    orientation = picture._orientation
+    top, left, height, width = box
+    if orientation in (3, 4, 7, 8):
+        top = picture.height - top - height
+    if orientation in (2, 3, 6, 7):
+        left = picture.width - left - width
+    return Box(left, top, width, height) if orientation >= 5 else Box(top, left, height, width)
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:

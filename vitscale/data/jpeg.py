@@ -38,6 +38,11 @@ class JpegHeader(NamedTuple):
         return self.coding in (0xC2, 0xCA)
 
     @property
+    def baseline(self) -> bool:
+        """Whether its rows come one after the other, by Huffman's code."""
+        return self.coding in (0xC0, 0xC1)
+
+    @property
     def lossy(self) -> bool:
         """Whether it is one of the codings that decoders know: not lossless, not hierarchical."""
         return self.coding in (0xC0, 0xC1, 0xC2, 0xC9, 0xCA)
