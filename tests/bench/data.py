@@ -5,8 +5,8 @@
 Every contender reads the same JPEG shards, takes the same kind of crop (Inception, 224 pixels, bicubic, flip) and has
 two workers. They run in turn, each round in a process of its own, after one round that is not counted; the medians are
 printed. Images per CPU-second count the CPU time of all processes of a contender once it runs: on a node that decides
-how many cores a GPU needs. Packages that are not installed are said to be missing; scikit-image or scikit-learn must be,
-for their photos.
+how many cores a GPU needs. Packages that are not installed are said to be missing; of scikit-image and scikit-learn one
+must be, for their photos.
 """
 
 from __future__ import annotations

@@ -96,11 +96,16 @@ def test_another_model_or_order_is_refused_side_by_side(
     assert lines[-1].startswith("Set them back, or give the changed run a run_dir of its own")
 
 
-def test_other_shards_are_refused(shards: Path, trained: Path, tmp_path: Path) -> None:
+def test_other_shards_are_refused_or_allowed(
+    shards: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = write_config(trained.parent, shards, duration="10 steps")
     more = write_shards(tmp_path, images=33)
     with pytest.raises(UserError, match=r"data\.train: shards \w+ there, \w+ here"):
         begin(config, f"data.train={more}/train")
+    with caplog.at_level(logging.WARNING):
+        assert begin(config, f"data.train={more}/train", "data.allow_changed_index=true").step == 10
+    assert "from step 10 on the order is that of the new set" in caplog.text
 
 
 def test_what_only_moves_the_curves_is_said(shards: Path, trained: Path, caplog: pytest.LogCaptureFixture) -> None:

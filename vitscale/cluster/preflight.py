@@ -13,6 +13,7 @@ from pathlib import Path
 from vitscale.config.schema import RunConfig
 from vitscale.data.loader import check_classes
 from vitscale.data.shards import load_index
+from vitscale.data.storage import access_of
 from vitscale.engines.build import check_batch
 from vitscale.errors import EXIT_USAGE, UserError
 from vitscale.optim.optimizers import slots as slots_of
@@ -60,11 +61,11 @@ def check_writable(run_dir: Path) -> None:
 
 def check_shards(config: RunConfig) -> None:
     """Find the shards, and compare their classes with the model's and with each other."""
-    train = load_index(config.data.train)
+    train = load_index(config.data.train, access_of(config.data))
     check_classes(train.classes, config.model.num_classes)
     if config.data.validation is None:
         return
-    validation = load_index(config.data.validation)
+    validation = load_index(config.data.validation, access_of(config.data))
     check_classes(validation.classes, config.model.num_classes, key="data.validation")
     if train.classes and validation.classes and train.classes != validation.classes:
         raise UserError(

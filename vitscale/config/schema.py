@@ -242,6 +242,19 @@ class DataConfig:
     """Streams that the order is made of, read side by side; must divide `global_batch`. Where the number of ranks
     divides it, each piece of a shard is read by one rank alone. Unset: chosen from `global_batch` and the number of
     samples."""
+    cache_dir: Text | None = None
+    """Folder on this node's disk where remote shards are kept, shared by all its ranks; unset: only the ranges that are
+    needed are fetched, each time anew."""
+    cache_gigabytes: Positive = 100.0
+    """Size of that cache in GB (1e9 bytes); the least recently used shards make room."""
+    read_timeout: Positive = 60.0
+    """Seconds without an answer of a remote store after which a read is tried again."""
+    allow_pipe: bool = False
+    """Whether shards named `pipe:COMMAND` are read, by running the command; its output must be the shard that is in the
+    index, and is kept in `cache_dir`."""
+    allow_changed_index: bool = False
+    """Resume although shards were added, taken away or changed: from there on the order is that of the new set, and
+    samples may come again or later than an epoch."""
     max_bad_fraction: Share = 0.01
     """The run stops when more than this share of the samples read so far could not be used."""
 

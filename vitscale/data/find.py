@@ -6,10 +6,21 @@ import functools
 import glob
 import json
 import os
+import re
 from typing import Any, NamedTuple
 
 from braceexpand import braceexpand
 
+from vitscale.data.storage import (
+    LOCAL,
+    Access,
+    GiveUp,
+    glob_remote,
+    is_remote,
+    list_names,
+    local_path,
+    read_whole,
+)
 from vitscale.errors import UserError, did_you_mean
 
 FORMAT = "vitscale-index"
@@ -31,7 +42,7 @@ class ShardEntry(NamedTuple):
     classes: tuple[str, ...]
 
 
-def find_shards(spec: str | tuple[str, ...]) -> list[ShardEntry]:
+def find_shards(spec: str | tuple[str, ...], access: Access = LOCAL) -> list[ShardEntry]:
     """The index entry of every shard that `spec` names, in that order.
 
     Raises:
@@ -39,8 +50,8 @@ def find_shards(spec: str | tuple[str, ...]) -> list[ShardEntry]:
     """
     entries: list[ShardEntry] = []
     for part in (spec,) if isinstance(spec, str) else spec:
-        for path in expand(part):
-            entries += _folder_entries(path) if os.path.isdir(path) else [_tar_entry(path)]
+        for path in expand(part, access):
+            entries += _folder_entries(path, access) if is_folder(path) else [_tar_entry(path, access)]
     seen: set[str] = set()
     for entry in entries:
         if entry.path in seen:
@@ -51,7 +62,7 @@ def find_shards(spec: str | tuple[str, ...]) -> list[ShardEntry]:
     return entries
 
 
-def find_tars(spec: str | tuple[str, ...]) -> list[str]:
+def find_tars(spec: str | tuple[str, ...], access: Access = LOCAL) -> list[str]:
     """Every tar that `spec` names, indexed or not; those of a folder in order of their names.
 
     Raises:
@@ -59,28 +70,37 @@ def find_tars(spec: str | tuple[str, ...]) -> list[str]:
     """
     tars: list[str] = []
     for part in (spec,) if isinstance(spec, str) else spec:
-        for path in expand(part):
-            if os.path.isdir(path):
-                tars += _no_empty(part, [os.path.join(path, name) for name in tars_in(path)])
+        for path in expand(part, access):
+            if is_folder(path):
+                tars += _no_empty(part, [os.path.join(path, name) for name in tars_in(path, access)])
             else:
                 tars.append(path)
     return tars
 
 
-def expand(spec: str) -> list[str]:
-    """Paths that one spec stands for: brace ranges, then globs; each of them exists.
+def is_folder(path: str) -> bool:
+    """Whether `path` is a folder; a URL is one where it does not end in `.tar`."""
+    if is_remote(path):
+        return not path.startswith("pipe:") and not path.split("?")[0].endswith(".tar")
+    return os.path.isdir(path)
+
+
+def expand(spec: str, access: Access = LOCAL) -> list[str]:
+    """Paths and URLs that one spec stands for: lists (`@FILE`), brace ranges, then globs; the local ones exist.
 
     Raises:
         UserError: Nothing there, or only a part of what a brace range names.
     """
-    if spec.startswith("pipe:"):
-        raise UserError(f"{spec!r}: shards are read from files; a command to read them from is not accepted")
-    if "://" in spec:
-        raise UserError(f"{spec!r}: shards are read from local paths; {spec.split('://')[0]}:// is not known here")
+    if spec.startswith("@"):
+        return [path for line in _lines(spec[1:], access) for path in expand(line, access)]
+    if spec.startswith("pipe:") and not access.allow_pipe:
+        raise UserError(f"{spec!r} runs a command; set data.allow_pipe: true if you trust where it comes from")
     try:
-        patterns = list(braceexpand(spec))
+        patterns = list(braceexpand(local_path(spec)))
     except ValueError:
         raise UserError(f"{spec!r}: a brace is not closed; a range is written {{000..127}}") from None
+    if is_remote(spec):
+        return [path for pattern in patterns for path in _expand_remote(pattern, access)]
     paths: list[str] = []
     missing: list[str] = []
     for pattern in patterns:
@@ -97,20 +117,53 @@ def expand(spec: str) -> list[str]:
     return paths
 
 
-def tars_in(folder: str) -> list[str]:
-    """Names of the tars that lie directly in `folder`, sorted; hidden ones left out.
+def _expand_remote(pattern: str, access: Access) -> list[str]:
+    """What a URL with or without wildcards stands for."""
+    if pattern.startswith("pipe:") or not any(sign in pattern for sign in "*["):
+        return [pattern]
+    if pattern.startswith("http"):
+        raise UserError(f"{pattern!r}: a web server does not say what it holds; write a range {{000..127}} or a list")
+    try:
+        found = glob_remote(pattern, access)
+    except Exception as error:  # remote file systems raise nearly any kind
+        raise UserError(f"{pattern!r} cannot be listed: {error}") from None
+    if not found:
+        raise UserError(f"no shards found for {pattern!r}")
+    return found
+
+
+def _lines(path: str, access: Access) -> list[str]:
+    """The specs in a list, one a line; empty lines and those that begin with # are passed over."""
+    try:
+        text = read_whole(local_path(path), access).decode()
+    except (OSError, GiveUp, UnicodeDecodeError) as error:
+        raise UserError(f"the list @{path} cannot be read: {error}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    specs = [line for line in lines if line and not line.startswith("#")]
+    if not specs:
+        raise UserError(f"the list @{path} names no shards")
+    if nested := next((line for line in specs if line.startswith("@")), None):
+        raise UserError(f"the list @{path} names another list, {nested}; write its lines there")
+    return specs
+
+
+def tars_in(folder: str, access: Access = LOCAL) -> list[str]:
+    """Names of the tars that lie directly in `folder`, sorted; hidden ones left out. A web server lists none.
 
     Raises:
         UserError: The folder cannot be listed.
     """
     try:
-        names = os.listdir(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror}") from None
+        names = list_names(folder, access)
+    except UserError:
+        raise
+    except Exception as error:  # remote file systems raise nearly any kind
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{folder} cannot be read: {reason}") from None
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
-def read_index(folder: str) -> list[ShardEntry]:
+def read_index(folder: str, access: Access = LOCAL) -> list[ShardEntry]:
     """All entries of the `index.json` in `folder`.
 
     Raises:
@@ -118,12 +171,12 @@ def read_index(folder: str) -> list[ShardEntry]:
     """
     path = os.path.join(folder, INDEX)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = json.loads(read_whole(path, access))
     except FileNotFoundError:
         raise UserError(_without_index(folder)) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, GiveUp) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path} cannot be read: {reason}") from None
     except ValueError as error:
         raise UserError(
             f"{path} is not valid JSON ({error}); make it again with `vitscale data index {folder}`"
@@ -158,24 +211,34 @@ def _different(one: ShardEntry, other: ShardEntry) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _by_path(folder: str, modified: int) -> dict[str, ShardEntry]:
-    return {os.path.realpath(entry.path): entry for entry in read_index(folder)}
+def _by_path(folder: str, modified: int, access: Access) -> dict[str, ShardEntry]:
+    return {_identity(entry.path): entry for entry in read_index(folder, access)}
 
 
-def _tar_entry(path: str) -> ShardEntry:
+def _identity(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
+
+
+def _tar_entry(path: str, access: Access) -> ShardEntry:
     folder = os.path.dirname(path) or "."
+    if path.startswith("pipe:"):
+        raise UserError(
+            f"{path!r} has no index beside it: `vitscale data index {path!r} --out FOLDER`, then give FOLDER"
+        )
     index = os.path.join(folder, INDEX)
     modified = os.stat(index).st_mtime_ns if os.path.exists(index) else 0
-    entry = _by_path(folder, modified).get(os.path.realpath(path))
+    entry = _by_path(folder, modified, access).get(_identity(path))
     if entry is None:
         raise UserError(f"{path} is not in {index}; run `vitscale data index {folder}`")
     return entry
 
 
-def _folder_entries(folder: str) -> list[ShardEntry]:
-    entries = read_index(folder)
+def _folder_entries(folder: str, access: Access) -> list[ShardEntry]:
+    entries = read_index(folder, access)
+    if any(entry.path.startswith("pipe:") for entry in entries) and not access.allow_pipe:
+        raise UserError(f"{folder}/{INDEX} names commands to run (pipe:); set data.allow_pipe: true if you trust them")
     listed = {os.path.basename(entry.path) for entry in entries}
-    added = [name for name in tars_in(folder) if name not in listed]
+    added = [name for name in tars_in(folder, access) if name not in listed]
     if added:
         shown = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
         raise UserError(f"{folder}/{INDEX} does not list {shown}; run `vitscale data index {folder}`")
@@ -206,15 +269,28 @@ def _entry(path: str, folder: str, number: int, shard: Any, classes: tuple[str, 
     sound = isinstance(name, str) and isinstance(sha256, str) and type(samples) is int and type(size) is int
     if not sound or not name or samples < 0 or size < 0:
         raise UserError(f"{path}: shard {number} is not a name, two counts and a checksum: {json.dumps(shard)}")
-    return ShardEntry(name, os.path.join(folder, name), sidecar_path(folder, name), samples, size, sha256, classes)
+    return ShardEntry(
+        name,
+        name if is_remote(name) else os.path.join(folder, name),
+        sidecar_path(folder, name),
+        samples,
+        size,
+        sha256,
+        classes,
+    )
 
 
 def sidecar_path(folder: str, name: str) -> str:
     """Where the offsets of shard `name` lie, given the folder of the `index.json`."""
-    return os.path.join(folder, os.path.basename(name).removesuffix(".tar") + ".idx")
+    own = os.path.basename(name).removesuffix(".tar")
+    return os.path.join(folder, (re.sub(r"[^\w.+-]+", "_", own) if name.startswith("pipe:") else own) + ".idx")
 
 
 def _without_index(folder: str) -> str:
+    if is_remote(folder):
+        return (
+            f"no {INDEX} in {folder}; make one here with `vitscale data index {folder} --out FOLDER`, and give FOLDER"
+        )
     if any(
         os.path.exists(os.path.join(place, UNFINISHED)) for place in (folder, os.path.dirname(os.path.abspath(folder)))
     ):

@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 from vitscale.data.find import FORMAT, INDEX, VERSION, find_tars, read_index, sidecar_path
 from vitscale.data.pool import run_jobs
 from vitscale.data.scan import Problem, Scan, scan_shard
+from vitscale.data.storage import Access, GiveUp, is_remote
 from vitscale.data.tar import TarFault
 from vitscale.errors import UserError
 from vitscale.progress import progress as show_progress
+
+_READING = Access(allow_pipe=True)
+"""Who names a command to index has allowed it."""
 
 
 class IndexedShard(NamedTuple):
@@ -68,7 +72,11 @@ def index_shards(
     Raises:
         UserError: Nothing found, a tar that is cut or damaged (nothing is written then), or no place to write to.
     """
-    tars = list(dict.fromkeys(find_tars(spec)))
+    tars = list(dict.fromkeys(find_tars(spec, _READING)))
+    if out is None and (elsewhere := next(filter(is_remote, tars), None)):
+        raise UserError(
+            f"{elsewhere} is not on this machine: `--out` names the folder for its index, which you then give"
+        )
     scans: list[Scan] = []
     damaged: list[str] = []
     with show_progress(len(tars), "indexing", unit="shards", shown=progress) as advancing:
@@ -113,8 +121,8 @@ def write_offsets(path: str, offsets: NDArray[np.int64]) -> None:
 def _scan(path: str) -> Scan | str:
     """What `path` holds, or why it cannot be read."""
     try:
-        return scan_shard(path)
-    except (TarFault, OSError) as error:
+        return scan_shard(path, _READING)
+    except (TarFault, OSError, GiveUp) as error:
         return str(error)
 
 
@@ -134,7 +142,7 @@ def _write_beside(scans: dict[str, Scan], folder: str, classes: Sequence[str]) -
     shards = {
         entry.name: IndexedShard(entry.name, entry.samples, entry.bytes, entry.sha256)
         for entry in kept
-        if os.path.basename(entry.name) not in names and os.path.exists(entry.path)
+        if os.path.basename(entry.name) not in names and (is_remote(entry.path) or os.path.exists(entry.path))
     }
     try:
         os.makedirs(folder, exist_ok=True)
@@ -142,7 +150,7 @@ def _write_beside(scans: dict[str, Scan], folder: str, classes: Sequence[str]) -
             sidecar = sidecar_path(folder, path)
             _refuse_foreign(sidecar)
             write_offsets(sidecar, scan.offsets)
-            name = os.path.relpath(path, folder)
+            name = path if is_remote(path) else os.path.relpath(path, folder)
             shards[name] = IndexedShard(name, scan.samples, scan.bytes, scan.sha256)
         listed = tuple(classes) or _known_classes([folder, *map(os.path.dirname, scans)])
         write_index(folder, listed, [shards[name] for name in sorted(shards)])

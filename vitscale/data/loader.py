@@ -24,6 +24,7 @@ from vitscale.data.batch import Batch
 from vitscale.data.order import Order, Plan, eval_batches, eval_ids, eval_plan
 from vitscale.data.reader import samples_per_run
 from vitscale.data.shards import load_index
+from vitscale.data.storage import access_of
 from vitscale.errors import EXIT_USAGE, UserError
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class TrainLoader:
         start_step: int,
         run_dir: Path,
     ) -> None:
-        self.index = load_index(config.train)
+        self.index = load_index(config.train, access_of(config))
         check_classes(self.index.classes, num_classes)
         if not self.index.num_samples:
             raise UserError(f"data.train: {len(self.index.names)} shards hold no samples", exit_code=EXIT_USAGE)
@@ -190,7 +191,7 @@ class EvalLoader:
         if config.validation is None:
             raise UserError("data.validation is not set; name the shards to evaluate on", exit_code=EXIT_USAGE)
         self.config = config
-        self.index = load_index(config.validation)
+        self.index = load_index(config.validation, access_of(config))
         check_classes(self.index.classes, num_classes, key="data.validation")
         self.num_samples = self.index.num_samples
         self.bad: Counter[str] = Counter()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitscale.data.shards import map_shard
+from vitscale.data.storage import LOCAL, Access
 from vitscale.data.tar import Buffer, archive_members, split_name
 
 
@@ -66,14 +67,14 @@ class Scan:
         return len(self.offsets) - 1
 
 
-def scan_shard(path: str) -> Scan:
+def scan_shard(path: str, access: Access = LOCAL) -> Scan:
     """Read the tar at `path` once.
 
     Raises:
         TarFault: It is not a whole plain tar.
         OSError: It cannot be opened.
     """
-    with map_shard(path) as buffer:
+    with map_shard(path, access) as buffer:
         spans = list(spans_of(buffer))
         return Scan(offsets_of(spans), len(buffer), hashlib.sha256(buffer).hexdigest(), tuple(faults_of(spans)))
 

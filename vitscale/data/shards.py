@@ -5,7 +5,8 @@
     shards/train-00000.tar  a plain WebDataset tar: the members of one sample follow each other
     shards/train-00000.idx  little-endian int64 [samples + 1]: sample i is bytes [offset[i], offset[i + 1])
 
-`open_shard` is the only place that opens a shard. An index holds no open file, so it may cross a fork or be pickled.
+`storage` knows how their bytes are reached, here or elsewhere. An index holds no open file, so it may cross a fork or
+be pickled.
 """
 
 from __future__ import annotations
@@ -15,24 +16,30 @@ import functools
 import hashlib
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, TypeVar
+from typing import IO, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitscale.data.cache import cached
 from vitscale.data.find import ShardEntry, find_shards, merge_classes
+from vitscale.data.storage import (
+    LOCAL,
+    Access,
+    GiveUp,
+    TooShort,
+    download,
+    file_size,
+    is_remote,
+    read_range,
+    read_whole,
+    with_retries,
+)
 from vitscale.data.tar import TarFault, members, split_name
 from vitscale.errors import UserError
-
-TRIES = 3
-BACK_OFF = 0.1
-"""Seconds before the second try; each further wait is five times as long."""
-
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-T = TypeVar("T")
 
 
 class ShardError(Exception):
@@ -79,6 +86,7 @@ class ShardIndex:
         bytes: Length of each tar, int64 `[shards]`.
         checksums: sha256 of each tar, in hex.
         classes: Name of each label; empty when unknown.
+        access: How they are reached.
         digest: Of names, samples and checksums in order: two sets with one digest hold the same samples in one order.
     """
 
@@ -90,6 +98,7 @@ class ShardIndex:
     checksums: tuple[str, ...]
     classes: tuple[str, ...]
     digest: str
+    access: Access = LOCAL
 
     @property
     def num_samples(self) -> int:
@@ -97,17 +106,18 @@ class ShardIndex:
         return int(self.samples.sum())
 
 
-def load_index(spec: str | tuple[str, ...]) -> ShardIndex:
+def load_index(spec: str | tuple[str, ...], access: Access = LOCAL) -> ShardIndex:
     """The index of all shards that `spec` names, in that order, their sizes compared with the files.
 
     Args:
         spec: A folder with its `index.json`, or tars by path, brace range (`{000..127}.tar`) or glob; several are
-            appended to each other.
+            appended to each other. URLs of http, https, s3 and gs are taken likewise, and `@FILE`, a list of specs.
+        access: How remote shards are reached.
 
     Raises:
         UserError: No shards, no index, or an index that does not fit the shards.
     """
-    entries = find_shards(spec)
+    entries = find_shards(spec, access)
     _compare_sizes(entries)
     return ShardIndex(
         names=tuple(entry.name for entry in entries),
@@ -118,6 +128,7 @@ def load_index(spec: str | tuple[str, ...]) -> ShardIndex:
         checksums=tuple(entry.sha256 for entry in entries),
         classes=merge_classes(entries),
         digest=_digest(entries),
+        access=access,
     )
 
 
@@ -134,37 +145,67 @@ def read_samples(index: ShardIndex, shard: int, start: int, stop: int) -> list[R
         raise IndexError(f"samples [{start}, {stop}) of {name}, which holds {index.samples[shard]}")
     if start == stop:
         return []
-    offsets = load_offsets(name, index.sidecars[shard], int(index.samples[shard]), index.checksums[shard])
+    samples, access = int(index.samples[shard]), index.access
+    offsets = load_offsets(name, index.sidecars[shard], samples, index.checksums[shard], access)
     first, last = int(offsets[start]), int(offsets[stop])
-
-    def read() -> bytes:
-        with open_shard(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != index.bytes[shard]:
-                raise ShardError(name, f"{size:,} bytes, but {index.bytes[shard]:,} when the index was loaded")
-            file.seek(first)
-            return file.read(last - first)
-
-    content = _retry(name, read)
-    if len(content) != last - first:
-        raise ShardError(name, f"{len(content):,} bytes at {first:,} instead of {last - first:,}")
+    try:
+        content = _read_shard(index, shard, path, first, last - first)
+    except (OSError, UserError, GiveUp) as error:
+        raise ShardError(name, str(error)) from error
     bounds = (offsets[start : stop + 1] - first).tolist()
     return [_parse(content, *bounds[i : i + 2]) for i in range(stop - start)]
 
 
+def _read_shard(index: ShardIndex, shard: int, path: str, first: int, length: int) -> bytes:
+    """`length` bytes of a shard, from its local copy where it has one; its size is compared with the index's."""
+    size, access = int(index.bytes[shard]), index.access
+    if is_remote(path) and access.cache_dir is not None:
+        path = cached(path, size=size, sha256=index.checksums[shard], access=access) or path
+    if is_remote(path):
+        found = _remote_size(path, index.checksums[shard], access)
+        if found != size:
+            raise ShardError(index.names[shard], f"{found:,} bytes there, but the index says {size:,}")
+        return with_retries(path, lambda: read_range(path, first, length, access))
+
+    def read() -> bytes:
+        with open_shard(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise ShardError(index.names[shard], f"{found:,} bytes, but {size:,} when the index was loaded")
+            file.seek(first)
+            content = file.read(length)
+        if len(content) != length:
+            raise TooShort(f"{len(content):,} bytes at {first:,} instead of {length:,}")
+        return content
+
+    return with_retries(path, read)
+
+
 def open_shard(path: str) -> BinaryIO:
-    """The tar at `path`, from its beginning."""
+    """The tar at a local `path`, from its beginning."""
     return open(path, "rb")
 
 
+@functools.lru_cache(maxsize=4096)
+def _remote_size(path: str, checksum: str, access: Access) -> int:
+    """Asked for once a process, since each question is a request."""
+    return with_retries(path, lambda: file_size(path, access))
+
+
 @contextlib.contextmanager
-def map_shard(path: str) -> Iterator[mmap.mmap | bytes]:
-    """The whole tar at `path` as a buffer that is read as it is touched.
+def map_shard(path: str, access: Access = LOCAL) -> Iterator[mmap.mmap | bytes]:
+    """The whole tar at `path` as a buffer that is read as it is touched; of a remote one a copy for the time being.
 
     Raises:
         OSError: The file cannot be opened.
     """
-    with open_shard(path) as file:
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes]
+        if is_remote(path):
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="vitscale-"))
+            with_retries(path, lambda: download(path, file.name, access))
+        else:
+            file = stack.enter_context(open_shard(path))
         if os.fstat(file.fileno()).st_size == 0:
             yield b""
             return
@@ -173,7 +214,7 @@ def map_shard(path: str) -> Iterator[mmap.mmap | bytes]:
 
 
 @functools.lru_cache(maxsize=256)
-def load_offsets(name: str, sidecar: str, samples: int, checksum: str) -> NDArray[np.int64]:
+def load_offsets(name: str, sidecar: str, samples: int, checksum: str, access: Access = LOCAL) -> NDArray[np.int64]:
     """Where each sample of a shard begins, int64 `[samples + 1]`; the last one is the end of the last sample.
 
     `checksum` of the shard keeps a remembered sidecar apart from that of another version of the shard.
@@ -181,12 +222,10 @@ def load_offsets(name: str, sidecar: str, samples: int, checksum: str) -> NDArra
     Raises:
         ShardError: No sidecar, or one that does not fit.
     """
-
-    def read() -> bytes:
-        with open(sidecar, "rb") as file:
-            return file.read()
-
-    content = _retry(name, read)
+    try:
+        content = read_whole(sidecar, access, length=8 * (samples + 1))
+    except (OSError, UserError) as error:
+        raise ShardError(name, str(error)) from error
     if len(content) != 8 * (samples + 1):
         raise ShardError(name, f"{sidecar} has {len(content):,} bytes instead of {8 * (samples + 1):,}")
     offsets = np.frombuffer(content, "<i8").astype(np.int64)
@@ -194,20 +233,6 @@ def load_offsets(name: str, sidecar: str, samples: int, checksum: str) -> NDArra
         raise ShardError(name, f"{sidecar} does not list rising offsets")
     offsets.flags.writeable = False
     return offsets
-
-
-def _retry(name: str, read: Callable[[], T]) -> T:
-    """`read()`, tried again with growing waits while it fails for a reason that may pass."""
-    for attempt in range(TRIES):
-        try:
-            return read()
-        except _LASTING as error:
-            raise ShardError(name, str(error)) from error
-        except OSError as error:
-            if attempt == TRIES - 1:
-                raise ShardError(name, f"{error} ({TRIES} tries)") from error
-            time.sleep(BACK_OFF * 5**attempt)
-    raise AssertionError("unreachable")
 
 
 def _parse(content: bytes, start: int, stop: int) -> RawSample:
@@ -231,6 +256,8 @@ def _compare_sizes(entries: list[ShardEntry]) -> None:
     """Refuse shards that are missing or of another length than the index says, all in one message."""
     wrong: list[str] = []
     for entry in entries:
+        if is_remote(entry.path):
+            continue  # a request for each; compared when it is read
         try:
             size = os.stat(entry.path).st_size
         except OSError as error:

@@ -14,6 +14,7 @@ from vitscale.data.pool import run_jobs
 from vitscale.data.sample import LABEL_FIELDS, BadSample, image_field, label_of
 from vitscale.data.scan import Problem, Span, faults_of, offsets_of, spans_of
 from vitscale.data.shards import ShardError, load_offsets, map_shard
+from vitscale.data.storage import LOCAL, GiveUp
 from vitscale.data.tar import Buffer, TarFault
 from vitscale.progress import progress as show_progress
 
@@ -51,7 +52,7 @@ def verify_shards(spec: str | tuple[str, ...], *, processes: int = 1, progress: 
     Raises:
         UserError: No shards, no index, or class lists that differ.
     """
-    entries = find_shards(spec)
+    entries = find_shards(spec, LOCAL)
     num_classes = len(merge_classes(entries))
     problems: list[Problem] = []
     jobs = ((entry._replace(classes=()), num_classes) for entry in entries)
@@ -66,10 +67,11 @@ def verify_shards(spec: str | tuple[str, ...], *, processes: int = 1, progress: 
 def _verify_shard(job: tuple[ShardEntry, int]) -> list[Problem]:
     entry, num_classes = job
     try:
-        with map_shard(entry.path) as buffer:
+        with map_shard(entry.path, LOCAL) as buffer:
             return [Problem(entry.name, key, reason) for key, reason in _problems(buffer, entry, num_classes)]
-    except OSError as error:
-        return [Problem(entry.name, "", f"{entry.path} cannot be read: {error.strerror}")]
+    except (OSError, GiveUp) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return [Problem(entry.name, "", f"{entry.path} cannot be read: {reason}")]
 
 
 def _problems(buffer: Buffer, entry: ShardEntry, num_classes: int) -> Iterator[tuple[str, str]]:
@@ -95,7 +97,7 @@ def _problems(buffer: Buffer, entry: ShardEntry, num_classes: int) -> Iterator[t
 
 def _sidecar_faults(entry: ShardEntry, spans: list[Span], whole: bool) -> Iterator[str]:
     try:
-        offsets = load_offsets(entry.name, entry.sidecar, entry.samples, entry.sha256)
+        offsets = load_offsets(entry.name, entry.sidecar, entry.samples, entry.sha256, LOCAL)
     except ShardError as error:
         yield error.reason
         return

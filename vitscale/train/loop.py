@@ -24,6 +24,7 @@ from vitscale.config.schema import Duration, RunConfig
 from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader, TrainLoader
 from vitscale.data.shards import ShardIndex, load_index
+from vitscale.data.storage import access_of
 from vitscale.engines.base import Engine
 from vitscale.engines.build import build_engine, engine_kind
 from vitscale.engines.parallelize import apply_checkpointing
@@ -66,7 +67,7 @@ def train(config: RunConfig, world: World) -> TrainResult:
     """
     # ------------------------------------------------------------------ how much there is to do, in steps
     run_dir = Path(config.run_dir)
-    index = load_index(config.data.train)
+    index = load_index(config.data.train, access_of(config.data))
     in_steps = partial(Duration.steps, num_samples=index.num_samples, global_batch=config.global_batch)
     total = in_steps(config.duration, total=None)
     warmup = in_steps(config.schedule.warmup, total=total)

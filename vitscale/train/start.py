@@ -132,7 +132,11 @@ def _resume(path: Path, config: RunConfig, data_digest: str, *, words: str) -> S
         if key not in _FREE
     ]
     if saved.state["data_digest"] != data_digest:
-        changed.append(f"data.train: shards {saved.state['data_digest']} there, {data_digest} here")
+        shards = f"data.train: shards {saved.state['data_digest']} there, {data_digest} here"
+        if config.data.allow_changed_index:
+            log.warning("%s; from step %d on the order is that of the new set", shards, saved.state["step"])
+        else:
+            changed.append(f"{shards} (data.allow_changed_index: true goes on with these)")
     if changed:
         raise UserError(
             f"{path} cannot be resumed by this config:\n  " + "\n  ".join(changed) + "\n"
