@@ -105,7 +105,7 @@ def test_describe_keys() -> None:
     assert len(keys) == len(describe_keys())
     assert keys["optim.lr"][1:3] == ("number > 0", "0.001")
     assert keys["schedule.warmup"].default == "0 steps"
-    assert keys["data.train"].default == "required"
+    assert keys["data.train"].default == "null"
     assert keys["data.flip"].default == "true"
     assert keys["data.std"].default == "[0.5, 0.5, 0.5]"
     assert keys["model.image_size"].type == "whole number >= 1 or [whole number >= 1, whole number >= 1]"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.config_errors import problems
 
+from vitscale.config.load import dump_config, load_config
 from vitscale.config.schema import ModelConfig
 
 Write = Callable[[str, str], Path]
@@ -55,7 +56,7 @@ def test_everything_is_said_at_once(write: Write) -> None:
         "run.yaml:8: data.crop: found 'inceptoin'; allowed: inception, center or resize; did you mean 'inception'?",
         "run.yaml:9: data.crop_area: 0.5 is larger than 0.1; allowed: [smallest, largest]",
         "run.yaml:10: data.crop_ratio: found [1, 2, 3]; allowed: [number > 0, number > 0]",
-        "run.yaml:11: data.train: found []; allowed: non-empty text or non-empty list of non-empty text",
+        "run.yaml:11: data.train: found []; allowed: non-empty text or non-empty list of non-empty text or null",
         "run.yaml:12: data.mean: found [1, 2]; allowed: [number, number, number]",
         "run.yaml:15: model.name: 'vit_base_patch16_224' is not a known model; allowed: a size of Ti, S, B, L, H, "
         "So400m, g, G, e, 22B, a slash and the patch size, e.g. 'B/16'; or with DeiT3-, DINOv2-, DINOv2reg-, DINOv3- "
@@ -75,7 +76,7 @@ def test_everything_is_said_at_once(write: Write) -> None:
 
 def test_missing_keys_of_missing_and_of_present_sections(write: Write, minimal: str) -> None:
     write("run.yaml", "name: a\nrun_dir: b\nduration: 1 epoch\nglobal_batch: 1\n")
-    train = "data.train: missing, and it has no default; allowed: non-empty text or non-empty list of non-empty text"
+    train = "data.train: no shards to train on; allowed: one set in data.train, or several in data.mixture"
     assert problems("run.yaml") == [f"run.yaml:1: {train}"]
     assert problems("run.yaml", "data.workers=1") == [f"command line: {train}"]
     write("run.yaml", "name: a\nrun_dir: b\nduration: 1 epoch\nglobal_batch: 1\ndata:\n  workers: 1\n")
@@ -102,3 +103,34 @@ def test_missing_keys_of_missing_and_of_present_sections(write: Write, minimal: 
 )  # fmt: skip
 def test_single_keys(write: Write, minimal: str, text: str, line: str) -> None:
     assert problems(write("run.yaml", minimal + text)) == [line]
+
+
+def test_sources_of_a_mixture_are_checked_one_by_one(write: Write) -> None:
+    head = "name: a\nrun_dir: b\nduration: 1 epoch\nglobal_batch: 4\ndata:\n"
+    for lines, said in (
+        ("  mixture: [{name: a, shards: x, weigth: 2}]", "mixture[0].weigth: unknown key; did you mean 'weight'?"),
+        ("  mixture: [{name: a, shards: x, weight: 0}]", "mixture[0].weight: found 0; allowed: number > 0"),
+        ("  mixture:\n  - {name: a, shards: x}\n  - text", "mixture[1]: found text; allowed: a section with keys among "
+         "name, shards, weight, class_map"),
+        ("  mixture: [{name: a, shards: x}, {name: a, shards: y}]", "mixture: two sources are called 'a'; each needs a "
+         "name of its own"),
+        ("  train: x\n  mixture: [{name: a, shards: x}]", "train: both are given; allowed: one set in data.train, or "
+         "several in data.mixture"),
+        ("  streams: 2\n  mixture: [{name: a, shards: x}]", "streams: each source of a mixture has its own streams; "
+         "allowed: null"),
+    ):  # fmt: skip
+        (found,) = problems(write("run.yaml", f"{head}{lines}\n"))
+        assert found.partition(": data.")[2] == said
+        assert found.startswith("run.yaml:")
+    missing = "  mixture: [{name: a}]\n"
+    (found,) = problems(write("run.yaml", head + missing))
+    assert "data.mixture[0].shards: missing, and it has no default; allowed: non-empty text" in found
+
+
+def test_a_mixture_is_dumped_as_it_is_read(write: Write) -> None:
+    head = "name: a\nrun_dir: b\nduration: 1 epoch\nglobal_batch: 4\ndata:\n"
+    path = write("run.yaml", head + "  mixture: [{name: a, shards: x, weight: 2}, {name: b, shards: [y, z]}]\n")
+    config = load_config(path)
+    assert [source.weight for source in config.data.mixture] == [2.0, 1.0]
+    again = write("again.yaml", dump_config(config))
+    assert load_config(again) == config

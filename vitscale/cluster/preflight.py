@@ -14,6 +14,7 @@ from vitscale.config.schema import RunConfig
 from vitscale.data.loader import check_classes
 from vitscale.data.shards import load_index
 from vitscale.data.storage import access_of
+from vitscale.data.training import load_training
 from vitscale.engines.build import check_batch
 from vitscale.errors import EXIT_USAGE, UserError
 from vitscale.optim.optimizers import slots as slots_of
@@ -61,7 +62,7 @@ def check_writable(run_dir: Path) -> None:
 
 def check_shards(config: RunConfig) -> None:
     """Find the shards, and compare their classes with the model's and with each other."""
-    train = load_index(config.data.train, access_of(config.data))
+    train = load_training(config.data).index
     check_classes(train.classes, config.model.num_classes)
     if config.data.validation is None:
         return

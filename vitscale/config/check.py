@@ -119,6 +119,16 @@ def _check_task(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_data(data: DataConfig) -> Iterator[Finding]:
+    if (data.train is None) == (not data.mixture):
+        what = "both are given" if data.mixture else "no shards to train on"
+        yield Finding(
+            ("data.train", "data.mixture"), f"{what}; allowed: one set in data.train, or several in data.mixture"
+        )
+    names = [source.name for source in data.mixture]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield Finding(("data.mixture",), f"two sources are called {twice!r}; each needs a name of its own")
+    if data.mixture and data.streams is not None:
+        yield Finding(("data.streams", "data.mixture"), "each source of a mixture has its own streams; allowed: null")
     for key, (low, high) in (("crop_area", data.crop_area), ("crop_ratio", data.crop_ratio)):
         if low > high:
             yield Finding((f"data.{key}",), f"{low:g} is larger than {high:g}; allowed: [smallest, largest]")
@@ -131,6 +141,11 @@ def _check_batch(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             ("engine.micro_batch", "global_batch"),
             f"{micro} {reason} global_batch {batch}; allowed: {_nearest_divisors(batch, micro)}",
+        )
+    if len(config.data.mixture) > batch:
+        yield Finding(
+            ("global_batch", "data.mixture"),
+            f"a batch of {batch} has no sample of each of {len(config.data.mixture)} sources; allowed: as many or more",
         )
     if streams is not None and batch % streams:
         yield Finding(

@@ -89,6 +89,15 @@ def is_section(hint: Any) -> bool:
     return is_dataclass(hint) and hint is not Duration
 
 
+def item_of(hint: Any) -> type | None:
+    """The section that each item of a list of this type is; None for any other type."""
+    for part in (hint, *get_args(hint)):
+        inner = get_args(part)[0] if get_args(part) else None
+        if is_section(inner):
+            return inner
+    return None
+
+
 def type_text(hint: Any) -> str:
     """What may be written for a type, in words: `whole number >= 1 or null`."""
     origin, args = get_origin(hint), get_args(hint)

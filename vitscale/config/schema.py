@@ -9,79 +9,14 @@ type; what several keys owe each other stands in `config.check`.
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, field
-from decimal import Decimal
-from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, ConfigDict, Field
+
+from vitscale.config.duration import Duration as Duration
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-_DURATION = re.compile(r"^\s*([0-9][0-9_]{0,19}(?:\.[0-9]{1,30})?)\s*(steps?|epochs?|samples?|percent)\s*$")
-_UNITS = {"step": "steps", "epoch": "epochs", "sample": "samples", "percent": "percent"}
-
-
-@dataclass(frozen=True)
-class Duration:
-    """A length of training with its unit: `300 epochs`, `10_000 steps`, `3_000_000 samples`, `5 percent`.
-
-    In YAML and JSON it is text; `parse` and `str` are each other's inverse.
-    """
-
-    value: float
-    unit: Literal["steps", "epochs", "samples", "percent"]
-
-    @classmethod
-    def parse(cls, text: str) -> Duration:
-        """Read `text`; raises ValueError that says what a duration looks like."""
-        match = _DURATION.match(text)
-        if not match:
-            raise ValueError(
-                f"{text!r} is not a duration; write a number and a unit, e.g. '300 epochs', '10_000 steps', "
-                "'3_000_000 samples' or '5 percent'"
-            )
-        unit = match[2] if match[2] == "percent" else match[2].rstrip("s")
-        return cls(float(match[1].replace("_", "")), _UNITS[unit])  # type: ignore[arg-type]
-
-    def steps(self, *, num_samples: int, global_batch: int, total: int | None) -> int:
-        """This duration in optimizer steps, rounded up so that no asked-for sample is left out.
-
-        Args:
-            num_samples: Samples in one epoch of the training set.
-            global_batch: Samples in one step, over all ranks.
-            total: Steps of the whole run, for `percent`; None where percent has no meaning.
-
-        Raises:
-            ValueError: `percent` without a total.
-        """
-        # The decimal number that was written, not its nearest double: 1.1 epochs of 10 samples are 11 samples, not 12.
-        value = Fraction(repr(float(self.value)))
-        if self.unit == "steps":
-            return math.ceil(value)
-        if self.unit == "percent":
-            if total is None:
-                raise ValueError(f"'{self}' needs a total to be a percentage of")
-            return math.ceil(value * total / 100)
-        samples = value * num_samples if self.unit == "epochs" else value
-        return math.ceil(samples / global_batch)
-
-    def __str__(self) -> str:
-        number = f"{Decimal(repr(float(self.value))):f}"
-        return f"{number.removesuffix('.0')} {self.unit}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(
-            cls.parse, core_schema.str_schema(strict=True), serialization=core_schema.to_string_ser_schema()
-        )
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"type": "string", "pattern": _DURATION.pattern, "examples": ["300 epochs", "10_000 steps", "5 percent"]}
 
 
 def _longer_than_zero(duration: Duration) -> Duration:
@@ -207,13 +142,34 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtureSource:
+    """One set of a mixture."""
+
+    __pydantic_config__ = STRICT
+
+    name: Text
+    """What logs call it."""
+    shards: Text | Annotated[tuple[Text, ...], Field(min_length=1)]
+    """Its shards, written as `data.train` is."""
+    weight: Positive = 1.0
+    """Its share of every batch is this over the sum of all weights."""
+    class_map: Text | None = None
+    """A file that says which class of the first source each of this one's is: a line each, the two names with a tab
+    between; unset: by WordNet id or name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where the images are and how they become batches."""
 
     __pydantic_config__ = STRICT
 
-    train: Text | Annotated[tuple[Text, ...], Field(min_length=1)]
-    """Training shards: a folder with its `index.json`, or tar files by path, brace range (`{000..127}.tar`) or glob."""
+    train: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Training shards: a folder with its `index.json`, or tar files by path, brace range (`{000..127}.tar`), glob, URL
+    (http, https, s3, gs), or `@FILE` with one of these a line."""
+    mixture: Annotated[tuple[MixtureSource, ...], Field(max_length=16)] = ()
+    """Several sets in place of `train`, each with its share of every batch. Classes are those of the first; an epoch is
+    as many samples as all sets hold together."""
     validation: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Validation shards, written as `train` is."""
     workers: CountOr0 = 4
@@ -417,9 +373,9 @@ class RunConfig:
     """How long to train."""
     global_batch: Count
     """Samples in one optimizer step, over all ranks and micro-batches."""
-    data: DataConfig
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Everything random follows from this number."""
+    data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -7,7 +7,7 @@ a key is wrong, its default stands in for it, and conflicts that involve it are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from vitscale.config.check import Finding, check_model, check_run
-from vitscale.config.describe import dotted_keys, hints, is_section, type_text
+from vitscale.config.describe import dotted_keys, hints, is_section, item_of, type_text
 from vitscale.config.schema import ModelConfig, RunConfig
 from vitscale.config.sizes import dimensions
 from vitscale.config.tree import (
@@ -34,7 +34,7 @@ from vitscale.config.tree import (
 )
 from vitscale.errors import did_you_mean
 
-_STAND_INS = {"name": "-", "run_dir": "-", "duration": "1 steps", "global_batch": 1, "data": {"train": "-"}}
+_STAND_INS = {"name": "-", "run_dir": "-", "duration": "1 steps", "global_batch": 1}
 
 
 @cache
@@ -69,7 +69,7 @@ def to_run(tree: Entry, problems: list[Problem]) -> RunConfig:
     found = [*unknown_name, *_problems(RunConfig, tree, {p: d for p, d in errors.items() if p not in missing})]
     if not problems:
         found += [problem for path in missing for problem in _missing(RunConfig, tree, path)]
-        wrong = {problem.key for problem in found}
+        wrong = {problem.key.partition("[")[0] for problem in found}
         if unknown_name:
             wrong |= {f"model.{key}" for key in dimensions("B/16") if find(tree, ("model", key)) is None}
         found += [_conflict(finding, tree) for finding in check_run(config) if not _involves(finding, wrong)]
@@ -143,6 +143,10 @@ def _hint(cls: Any, path: Path) -> Any:
 
 def _problems(cls: type, tree: Entry, errors: Mapping[Path, ErrorDetails]) -> Iterator[Problem]:
     for path, details in errors.items():
+        section, inner = item_of(_hint(cls, path)), details["loc"][len(path) :]
+        if section is not None and inner:
+            yield _in_list(section, tree, path, inner, details)
+            continue
         if details["type"] == "unexpected_keyword_argument":
             message = _unknown(path[-1], _hint(cls, path[:-1]))
         elif details["type"] == "value_error":
@@ -150,6 +154,22 @@ def _problems(cls: type, tree: Entry, errors: Mapping[Path, ErrorDetails]) -> It
         else:
             message = _wrong(find(tree, path) or tree, _hint(cls, path), details)
         yield Problem(place_of(tree, path), ".".join(path), message)
+
+
+def _in_list(section: type, tree: Entry, path: Path, inner: Sequence[int | str], details: ErrorDetails) -> Problem:
+    """What is wrong with an item of a list of sections, or with one of its keys."""
+    items = find(tree, path)
+    number, key = int(inner[0]), str(inner[1]) if len(inner) > 1 else None
+    item = items.value[number] if items and isinstance(items.value, list) else tree
+    name = f"{'.'.join(path)}[{number}]" + (f".{key}" if key else "")
+    if key is None:
+        allowed = ", ".join(field.name for field in fields(section))
+        return Problem(item.place, name, f"found {item.shown}; allowed: a section with keys among {allowed}")
+    if details["type"] == "unexpected_keyword_argument":
+        return Problem(place_of(item, (key,)), name, _unknown(key, section))
+    if details["type"] == "missing":
+        return Problem(item.place, name, f"missing, and it has no default; allowed: {type_text(hints(section)[key])}")
+    return Problem(place_of(item, (key,)), name, _wrong(find(item, (key,)) or item, hints(section)[key], details))
 
 
 def _missing(cls: type, tree: Entry, path: Path) -> Iterator[Problem]:

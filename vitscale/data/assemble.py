@@ -7,7 +7,7 @@ straight into the batch; a batch does not depend on how many there are, or on wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ from vitscale.data.batch import Batch
 from vitscale.data.decode import BadImage, Interpolation, open_picture
 from vitscale.data.order import Plan
 from vitscale.data.reader import Run, RunReader
-from vitscale.data.sample import BadSample, image_field, label_of
+from vitscale.data.sample import BadSample, image_field
 from vitscale.data.shards import RawSample, ShardError, ShardIndex
 
 _PIECE = 8  # samples that one thread takes at a time
@@ -28,6 +28,8 @@ _READERS = 4
 
 ViewOf = Callable[[int, int, int, int], View]
 """(epoch, sample id, height, width) of an image -> what is shown of it."""
+LabelOf = Callable[[int, Mapping[str, bytes]], int]
+"""(shard, fields of a sample) -> its class; BadSample where it has none."""
 What = Literal["shard", "image", "label"]
 
 
@@ -67,7 +69,7 @@ class Assembler:
         view: What is shown of an image.
         size: Height and width of the images.
         interpolation: Kind of resizing.
-        num_classes: Labels must be below it; 0 accepts any.
+        label: The class of a sample.
         workers: Threads that decode; with 0 all is done by the thread that asks for a batch.
         ahead: Batches that are worked on before they are asked for; none with 0 workers.
         capacity: Samples of unfinished runs that are kept in memory.
@@ -80,7 +82,7 @@ class Assembler:
         view: ViewOf,
         size: tuple[int, int],
         interpolation: Interpolation,
-        num_classes: int,
+        label: LabelOf,
         workers: int,
         ahead: int,
         capacity: int,
@@ -89,7 +91,7 @@ class Assembler:
         self._view = view
         self._size = size
         self._interpolation = interpolation
-        self._num_classes = num_classes
+        self._label = label
         self._ahead = ahead if workers else 0
         self._decoders = ThreadPoolExecutor(workers, "decode") if workers else _Here()
         self._readers = ThreadPoolExecutor(_READERS, "read") if workers else _Here()
@@ -146,7 +148,7 @@ class Assembler:
         if sample.fault is not None:
             raise _Unusable("shard", "damaged_sample", sample.fault)
         try:
-            label = label_of(sample.fields, self._num_classes)
+            label = self._label(slot.shard, sample.fields)
         except BadSample as error:
             raise _Unusable("label", "label", str(error)) from None
         try:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,13 @@ from vitscale.config.schema import DataConfig
 from vitscale.data.assemble import Assembler, Bad, What
 from vitscale.data.augment import View, eval_view, train_view
 from vitscale.data.batch import Batch
-from vitscale.data.order import Order, Plan, eval_batches, eval_ids, eval_plan
+from vitscale.data.mixture import MixtureOrder
+from vitscale.data.order import Plan, eval_batches, eval_ids, eval_plan
 from vitscale.data.reader import samples_per_run
+from vitscale.data.sample import label_of
 from vitscale.data.shards import load_index
 from vitscale.data.storage import access_of
+from vitscale.data.training import TrainingSet, load_training
 from vitscale.errors import EXIT_USAGE, UserError
 
 log = logging.getLogger(__name__)
@@ -72,23 +75,16 @@ class TrainLoader:
         start_step: int,
         run_dir: Path,
     ) -> None:
-        self.index = load_index(config.train, access_of(config))
+        training = load_training(config)
+        self.index = training.index
         check_classes(self.index.classes, num_classes)
-        if not self.index.num_samples:
-            raise UserError(f"data.train: {len(self.index.names)} shards hold no samples", exit_code=EXIT_USAGE)
         check_shares(global_batch, world_size, config.streams)
-        self.order = Order(
-            self.index.samples,
-            seed=seed,
-            global_batch=global_batch,
-            streams=config.streams,
-            window=config.shuffle_window,
-            run=samples_per_run(self.index),
-        )
+        self.order = training.order(config, seed=seed, global_batch=global_batch)
         self.num_samples = self.order.num_samples
         self.samples_read = 0
         self.bad: Counter[str] = Counter()
         self._untold: Counter[What] = Counter()
+        self._read: Counter[int] = Counter()
         self._journal = Path(run_dir) / BAD_SAMPLES
         self._rank, self._world_size, self._share = rank, world_size, global_batch // world_size
         self._next_step = start_step
@@ -99,7 +95,7 @@ class TrainLoader:
             view=partial(_train_view, config, size, seed),
             size=size,
             interpolation=config.interpolation,
-            num_classes=num_classes,
+            label=partial(_label, training, num_classes),
             workers=config.workers,
             ahead=ahead,
             capacity=2 * self.order.samples_in_use(world_size) + (ahead + 1) * self._share,
@@ -116,6 +112,8 @@ class TrainLoader:
             self.bad.update(bad.reason for bad in done.bad)
             self._untold.update(bad.what for bad in done.bad)
             self._write(done.bad)
+        if isinstance(self.order, MixtureOrder):
+            self._read.update(self.order.source_of(done.batch.ids.numpy()).tolist())
         batch = replace(done.batch, step=self._next_step)
         self._next_step += 1
         return batch
@@ -124,6 +122,14 @@ class TrainLoader:
         """Bad samples since the last call, by what was wrong."""
         counts = dict(self._untold)
         self._untold.clear()
+        return counts
+
+    def take_sources(self) -> dict[int, tuple[int, float]]:
+        """Of each source of a mixture: samples given here since the last call, and epochs of it so far."""
+        if not isinstance(self.order, MixtureOrder):
+            return {}
+        counts = {n: (self._read[n], epochs) for n, epochs in enumerate(self.order.epochs(self._next_step))}
+        self._read.clear()
         return counts
 
     def close(self) -> None:
@@ -204,7 +210,7 @@ class EvalLoader:
             view=partial(_eval_view, config, size),
             size=size,
             interpolation=config.interpolation,
-            num_classes=num_classes,
+            label=lambda shard, fields: label_of(fields, num_classes),
             workers=config.workers,
             ahead=ahead,
             capacity=2 * self._run,
@@ -263,6 +269,10 @@ def check_shares(global_batch: int, world_size: int, streams: int | None) -> Non
 
 def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
     return (image_size, image_size) if isinstance(image_size, int) else image_size
+
+
+def _label(training: TrainingSet, num_classes: int, shard: int, fields: Mapping[str, bytes]) -> int:
+    return training.label(shard, fields, num_classes)
 
 
 def _train_view(

@@ -130,12 +130,7 @@ class Order:
         Raises:
             ValueError: The ranks do not divide the batch.
         """
-        share, rest = divmod(self._batch, world_size)
-        if rest or not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size} has no equal share of a batch of {self._batch}")
-        begins = np.arange(step, step + steps, dtype=np.int64)[:, None] * self._batch + rank * share
-        positions: Ints = begins + np.arange(share, dtype=np.int64)
-        return positions
+        return rank_positions(self._batch, step, rank, world_size, steps=steps)
 
     def rank_ids(self, step: int, rank: int, world_size: int) -> Ints:
         """Sample ids that one rank reads at `step`, int64 `[global_batch / world_size]`."""
@@ -216,6 +211,20 @@ class Order:
         steps, column = np.divmod(positions, self._batch)
         read: Ints = steps * self._columns + np.clip(column - streams * self._columns, 0, self._columns)
         return read
+
+
+def rank_positions(batch: int, step: int, rank: int, world_size: int, *, steps: int = 1) -> Ints:
+    """Positions that one rank reads from `step` on, int64 `[steps, batch / world_size]`.
+
+    Raises:
+        ValueError: The ranks do not divide the batch.
+    """
+    share, rest = divmod(batch, world_size)
+    if rest or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} has no equal share of a batch of {batch}")
+    begins = np.arange(step, step + steps, dtype=np.int64)[:, None] * batch + rank * share
+    positions: Ints = begins + np.arange(share, dtype=np.int64)
+    return positions
 
 
 def choose_streams(global_batch: int, num_samples: int) -> int:

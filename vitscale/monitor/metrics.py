@@ -79,6 +79,7 @@ class Metric:
 
 
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 120.0)
+_SOURCES = {"source": tuple(str(number) for number in range(16))}
 _WEIGHTS = {"weights": ("trained", "ema")}
 
 METRICS: Mapping[str, Metric] = {
@@ -121,6 +122,10 @@ METRICS: Mapping[str, Metric] = {
         Metric(name="bad_samples_total", kind="counter", group="data", unit="samples", window="sum", ranks="sum",
                labels={"reason": ("shard", "image", "label", "other")},
                help="Samples that could not be used, by what was wrong."),
+        Metric(name="source_images_total", kind="counter", group="data", unit="images", window="sum", ranks="sum",
+               labels=_SOURCES, help="Training images of each source of a mixture, in the order of data.mixture."),
+        Metric(name="source_epochs", kind="gauge", group="data", unit="epochs", window="last", labels=_SOURCES,
+               help="Passes over each source of a mixture, with fraction."),
         Metric(name="checkpoint_duration_seconds", kind="gauge", group="checkpoint", unit="seconds", window="last",
                ranks="max", help="Time that the last checkpoint took, on the slowest rank."),
         Metric(name="checkpoint_size_bytes", kind="gauge", group="checkpoint", unit="bytes", window="last",

@@ -14,6 +14,7 @@ from vitscale.config.load import model_from_dict
 from vitscale.config.schema import DataConfig, ModelConfig
 from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader
+from vitscale.data.names import match_classes
 from vitscale.data.shards import load_index
 from vitscale.engines.base import Kind
 from vitscale.errors import UserError
@@ -21,7 +22,6 @@ from vitscale.evaluate.accuracy import Accuracy, evaluate
 from vitscale.models.vit import VisionTransformer
 from vitscale.train import checkpoint
 from vitscale.weights.adapt import Head, adapt
-from vitscale.weights.classes import match_classes
 from vitscale.weights.content import Preprocessing, Weights
 from vitscale.weights.export import Format, export_model
 from vitscale.weights.io import load_weights

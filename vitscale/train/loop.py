@@ -23,8 +23,8 @@ from vitscale.config.load import config_to_dict, dump_config
 from vitscale.config.schema import Duration, RunConfig
 from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader, TrainLoader
-from vitscale.data.shards import ShardIndex, load_index
-from vitscale.data.storage import access_of
+from vitscale.data.shards import ShardIndex
+from vitscale.data.training import load_training
 from vitscale.engines.base import Engine
 from vitscale.engines.build import build_engine, engine_kind
 from vitscale.engines.parallelize import apply_checkpointing
@@ -67,7 +67,7 @@ def train(config: RunConfig, world: World) -> TrainResult:
     """
     # ------------------------------------------------------------------ how much there is to do, in steps
     run_dir = Path(config.run_dir)
-    index = load_index(config.data.train, access_of(config.data))
+    index = load_training(config.data).index
     in_steps = partial(Duration.steps, num_samples=index.num_samples, global_batch=config.global_batch)
     total = in_steps(config.duration, total=None)
     warmup = in_steps(config.schedule.warmup, total=total)
@@ -169,6 +169,9 @@ def train(config: RunConfig, world: World) -> TrainResult:
                 recorder.record("skipped_steps_total", skips.check())
                 for reason, count in loader.take_bad().items():
                     recorder.record("bad_samples_total", count, label=reason)
+                for number, (count, epochs) in loader.take_sources().items():
+                    recorder.record("source_images_total", count, label=str(number))
+                    recorder.record("source_epochs", epochs, label=str(number))
                 for name, value in memory(world.device).items():
                     recorder.record(name, value)
                 tell(recorder.flush(step), total)

@@ -17,12 +17,12 @@ from torch import nn
 
 from vitscale.config.load import config_to_dict
 from vitscale.config.schema import RunConfig
+from vitscale.data.names import match_classes
 from vitscale.errors import UserError
 from vitscale.train import checkpoint
 from vitscale.train.checkpoint import Checkpoint
 from vitscale.train.exchange import open_weights
 from vitscale.weights.adapt import adapt
-from vitscale.weights.classes import match_classes
 from vitscale.weights.content import Weights
 from vitscale.world import World
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from vitscale.data.names import match_classes
 from vitscale.errors import UserError
-from vitscale.weights.classes import match_classes
 
 
 def test_wordnet_ids_are_what_counts_where_there_are_some() -> None:

@@ -27,15 +27,24 @@ def match_classes(source: Sequence[str], target: Sequence[str]) -> tuple[int | N
         raise UserError("the weights do not say what their classes are called; import them with --classes")
     if not target:
         raise UserError("the data does not say what its classes are called; pack or index it with a class list")
-    places = _places(source, "the weights")
     _places(target, "the classes wanted")
-    matches = tuple(places.get(class_key(name)) for name in target)
+    matches = find_classes(source, target, whose="the weights")
     if all(place is None for place in matches):
         raise UserError(
             f"none of the {len(target)} classes wanted ({target[0]!r}, ...) is among the {len(source)} of the weights "
             f"({source[0]!r}, ...); give both by WordNet id or by the same names"
         )
     return matches
+
+
+def find_classes(known: Sequence[str], names: Sequence[str], *, whose: str) -> tuple[int | None, ...]:
+    """For each of `names` its place in a class list; None where the list does not have it.
+
+    Raises:
+        UserError: The list (`whose`) names one class twice.
+    """
+    places = _places(known, whose)
+    return tuple(places.get(class_key(name)) for name in names)
 
 
 def _places(names: Sequence[str], whose: str) -> dict[str, int]:
