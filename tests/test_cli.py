@@ -23,7 +23,16 @@ from vitscale.errors import EXIT_FAILED, EXIT_USAGE
 from vitscale.weights.io import load_weights
 
 WANTED = {"train", "launch", "finetune", "eval", "export", "import", "models", "report", "schema"}
-WANTED |= {"data pack", "data index", "data verify", "checkpoint list", "checkpoint verify"}
+WANTED |= {
+    "data pack",
+    "data index",
+    "data verify",
+    "data stats",
+    "data exclude",
+    "data order",
+    "checkpoint list",
+    "checkpoint verify",
+}
 
 
 @pytest.fixture(scope="module")

@@ -110,8 +110,8 @@ def test_sources_of_a_mixture_are_checked_one_by_one(write: Write) -> None:
     for lines, said in (
         ("  mixture: [{name: a, shards: x, weigth: 2}]", "mixture[0].weigth: unknown key; did you mean 'weight'?"),
         ("  mixture: [{name: a, shards: x, weight: 0}]", "mixture[0].weight: found 0; allowed: number > 0"),
-        ("  mixture:\n  - {name: a, shards: x}\n  - text", "mixture[1]: found text; allowed: a section with keys among "
-         "name, shards, weight, class_map"),
+        ("  mixture:\n  - {name: a, shards: x}\n  - text", "mixture[1]: found 'text'; allowed: a section with keys "
+         "among name, shards, weight, class_map"),
         ("  mixture: [{name: a, shards: x}, {name: a, shards: y}]", "mixture: two sources are called 'a'; each needs a "
          "name of its own"),
         ("  train: x\n  mixture: [{name: a, shards: x}]", "train: both are given; allowed: one set in data.train, or "

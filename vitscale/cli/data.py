@@ -1,4 +1,4 @@
-"""Commands for shards: `data pack`, `data index`, `data verify`."""
+"""Commands for shards: `data pack`, `index`, `verify`, `stats`, `exclude`, `order`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitscale.cli.arguments import Shards, count
+from vitscale.cli.arguments import Config, Overrides, Shards, count, write_text
 from vitscale.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -95,6 +95,72 @@ def verify(
     )
     if not report.sound:
         raise typer.Exit(EXIT_FAILED)
+
+
+def stats(
+    shards: Shards,
+    processes: Annotated[int, typer.Option(min=1, help="Shards read at once.")] = 1,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all of it there.")] = None,
+) -> None:
+    """Say what a set holds: images a class, sizes, aspects, bytes. Only headers of images are read.
+
+    Example: `vitscale data stats runs/demo/shards/train`
+    """
+    from vitscale.data.stats import statistics
+
+    found = statistics(tuple(shards), processes=processes)
+    typer.echo(f"{count(found.samples, 'sample')} in {count(found.shards, 'shard')}, {found.bytes / 2**20:,.1f} MiB; "
+               f"{count(found.unusable, 'sample')} without a readable image or label")  # fmt: skip
+    typer.echo(f"{'':<18}{'least':>10}{'5 %':>10}{'median':>10}{'95 %':>10}{'most':>10}")
+    for name in ("images_per_class", "height", "width", "aspect", "image_bytes"):
+        row = getattr(found, name)
+        numbers = "".join(f"{value:>10,.6g}" for value in (row.least, row.p5, row.median, row.p95, row.most))
+        typer.echo(f"{name.replace('_', ' '):<18}{numbers}")
+    if found.empty_classes:
+        typer.echo(f"{found.empty_classes:,} of {count(found.classes, 'class', 'classes')} without an image")
+    if out is not None:
+        write_text(out, found.json())
+
+
+def exclude(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of shards with its index.json.")],
+    samples: Annotated[
+        Path, typer.Option("--samples", metavar="FILE", help="A line `SHARD KEY` each, or a run's bad_samples.jsonl.")
+    ],
+) -> None:
+    """Leave samples out of training and evaluation; the order of all others stays as it is, also for runs under way.
+
+    Example: `vitscale data exclude shards/train --samples runs/vit/bad_samples.jsonl`
+    """
+    from vitscale.data.exclude import exclude as exclude_samples
+    from vitscale.data.exclude import read_names
+
+    typer.echo(f"{folder}: {count(exclude_samples(str(folder), read_names(str(samples))), 'sample')} more left out")
+
+
+def show_order(
+    config: Config,
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(min=0, help="The step, from 0.")] = 0,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank reads.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, with --rank.")] = 1,
+) -> None:
+    """Print which samples make up a step of a run, a line each: id, epoch, shard, place in the shard.
+
+    Example: `vitscale data order configs/demo/pretrain.yaml --step 1000`
+    """
+    from vitscale.config.load import load_config
+    from vitscale.data.loader import check_shares
+    from vitscale.data.training import load_training
+
+    run = load_config(config, overrides or [])
+    training = load_training(run.data)
+    order = training.order(run.data, seed=run.seed, global_batch=run.global_batch)
+    check_shares(run.global_batch, ranks, run.data.streams)
+    plan = order.plan(order.rank_positions(step, rank or 0, ranks if rank is not None else 1)[0])
+    typer.echo(f"# step {step}, order {order.digest(step)}")
+    for sample, epoch, shard, place in zip(plan.ids, plan.epochs, plan.shards, plan.places, strict=True):
+        typer.echo(f"{sample}\t{epoch}\t{training.index.names[shard]}\t{place}")
 
 
 def _tell_problems(problems: Sequence[Problem]) -> None:

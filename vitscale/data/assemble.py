@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vitscale.data.augment import View
 from vitscale.data.batch import Batch
@@ -117,8 +119,8 @@ class Assembler:
 
     def _begin(self, reader: RunReader, plan: Plan) -> tuple[Batch, list[Future[list[Bad]]]]:
         with torch.inference_mode(mode=False):  # whatever mode the caller is in, threads must be able to write
-            batch = _empty(plan, self._size)
-        wanted = (plan.ids >= 0).nonzero()[0]
+            batch = _empty(plan, self._size, self._excluded(plan))
+        wanted = batch.valid.numpy().nonzero()[0]
         plan = Plan(*(column[wanted] for column in plan))
         columns = (wanted, plan.ids, plan.epochs, plan.shards, plan.places - plan.starts)
         runs = reader.runs_of(plan)
@@ -126,6 +128,14 @@ class Assembler:
         slots = [_Slot(*row) for row in rows]
         pieces = [slots[i : i + _PIECE] for i in range(0, len(slots), _PIECE)]
         return batch, [self._decoders.submit(self._fill, batch, piece) for piece in pieces]
+
+    def _excluded(self, plan: Plan) -> NDArray[np.bool_]:
+        """Which samples the index leaves out."""
+        if not self._index.excluded:
+            return np.zeros(len(plan.ids), np.bool_)
+        none: frozenset[int] = frozenset()
+        pairs = zip(plan.shards.tolist(), plan.places.tolist(), strict=True)
+        return np.array([place in self._index.excluded.get(shard, none) for shard, place in pairs], np.bool_)
 
     def _fill(self, batch: Batch, slots: list[_Slot]) -> list[Bad]:
         """Put samples into their slots; a slot whose sample is bad stays black and not valid."""
@@ -207,13 +217,14 @@ def _take(slot: _Slot) -> RawSample:
 _TAKEN = RawSample("", {}, "taken before")
 
 
-def _empty(plan: Plan, size: tuple[int, int]) -> Batch:
-    """A batch whose images are yet to come; page-locked where there is a GPU, so that copies to it do not wait."""
+def _empty(plan: Plan, size: tuple[int, int], excluded: NDArray[np.bool_]) -> Batch:
+    """A batch whose images are yet to come, black where none will; page-locked where there is a GPU, for copies to it."""
     count, pinned = len(plan.ids), torch.cuda.is_available()
     ids = torch.from_numpy(plan.ids.copy())
     images = torch.empty((count, 3, *size), dtype=torch.uint8, pin_memory=pinned)
-    for slot in (plan.ids < 0).nonzero()[0].tolist():  # a mask would cost a pass over all pixels
+    usable = (plan.ids >= 0) & ~excluded
+    for slot in (~usable).nonzero()[0].tolist():  # a mask would cost a pass over all pixels
         images[slot] = 0
     labels = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
-    valid = ids >= 0
+    valid = torch.from_numpy(usable)
     return Batch(images, labels, valid.pin_memory(), ids.pin_memory()) if pinned else Batch(images, labels, valid, ids)

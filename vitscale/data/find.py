@@ -40,6 +40,8 @@ class ShardEntry(NamedTuple):
     bytes: int
     sha256: str
     classes: tuple[str, ...]
+    excluded: tuple[int, ...] = ()
+    """Places of samples that keep their place in the order and are left out of all else."""
 
 
 def find_shards(spec: str | tuple[str, ...], access: Access = LOCAL) -> list[ShardEntry]:
@@ -269,15 +271,11 @@ def _entry(path: str, folder: str, number: int, shard: Any, classes: tuple[str, 
     sound = isinstance(name, str) and isinstance(sha256, str) and type(samples) is int and type(size) is int
     if not sound or not name or samples < 0 or size < 0:
         raise UserError(f"{path}: shard {number} is not a name, two counts and a checksum: {json.dumps(shard)}")
-    return ShardEntry(
-        name,
-        name if is_remote(name) else os.path.join(folder, name),
-        sidecar_path(folder, name),
-        samples,
-        size,
-        sha256,
-        classes,
-    )
+    excluded = shard.get("excluded", [])
+    if not isinstance(excluded, list) or not all(type(place) is int and 0 <= place < samples for place in excluded):
+        raise UserError(f'{path}: "excluded" of shard {number} is not a list of places below {samples}')
+    tar = name if is_remote(name) else os.path.join(folder, name)
+    return ShardEntry(name, tar, sidecar_path(folder, name), samples, size, sha256, classes, tuple(excluded))
 
 
 def sidecar_path(folder: str, name: str) -> str:

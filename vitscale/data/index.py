@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class IndexedShard(NamedTuple):
     samples: int
     bytes: int
     sha256: str
+    excluded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,21 @@ def write_index(folder: str, classes: Sequence[str], shards: Sequence[IndexedSha
         "format": FORMAT,
         "version": VERSION,
         "classes": list(classes),
-        "shards": [shard._asdict() for shard in shards],
+        "shards": [_line(shard) for shard in shards],
     }
     path = os.path.join(folder, INDEX)
     with open(f"{path}.tmp", "w", encoding="utf-8") as file:
         json.dump(content, file, indent=0, ensure_ascii=False)
         file.write("\n")
     os.replace(f"{path}.tmp", path)
+
+
+def _line(shard: IndexedShard) -> dict[str, Any]:
+    """A shard as it stands in the index, which says nothing of excluded samples where there are none."""
+    line = shard._asdict()
+    if not shard.excluded:
+        del line["excluded"]
+    return line
 
 
 def write_offsets(path: str, offsets: NDArray[np.int64]) -> None:
@@ -140,7 +149,7 @@ def _write_beside(scans: dict[str, Scan], folder: str, classes: Sequence[str]) -
             )
     kept = read_index(folder) if os.path.exists(os.path.join(folder, INDEX)) else []
     shards = {
-        entry.name: IndexedShard(entry.name, entry.samples, entry.bytes, entry.sha256)
+        entry.name: IndexedShard(entry.name, entry.samples, entry.bytes, entry.sha256, entry.excluded)
         for entry in kept
         if os.path.basename(entry.name) not in names and (is_remote(entry.path) or os.path.exists(entry.path))
     }
@@ -151,7 +160,8 @@ def _write_beside(scans: dict[str, Scan], folder: str, classes: Sequence[str]) -
             _refuse_foreign(sidecar)
             write_offsets(sidecar, scan.offsets)
             name = path if is_remote(path) else os.path.relpath(path, folder)
-            shards[name] = IndexedShard(name, scan.samples, scan.bytes, scan.sha256)
+            excluded = next((entry.excluded for entry in kept if entry.sha256 == scan.sha256), ())
+            shards[name] = IndexedShard(name, scan.samples, scan.bytes, scan.sha256, excluded)
         listed = tuple(classes) or _known_classes([folder, *map(os.path.dirname, scans)])
         write_index(folder, listed, [shards[name] for name in sorted(shards)])
     except OSError as error:

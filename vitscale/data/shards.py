@@ -17,8 +17,8 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, BinaryIO
 
 import numpy as np
@@ -87,6 +87,7 @@ class ShardIndex:
         checksums: sha256 of each tar, in hex.
         classes: Name of each label; empty when unknown.
         access: How they are reached.
+        excluded: Places of samples that are left out, by number of the shard; they keep their place in the order.
         digest: Of names, samples and checksums in order: two sets with one digest hold the same samples in one order.
     """
 
@@ -99,6 +100,7 @@ class ShardIndex:
     classes: tuple[str, ...]
     digest: str
     access: Access = LOCAL
+    excluded: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -129,6 +131,7 @@ def load_index(spec: str | tuple[str, ...], access: Access = LOCAL) -> ShardInde
         classes=merge_classes(entries),
         digest=_digest(entries),
         access=access,
+        excluded={number: frozenset(entry.excluded) for number, entry in enumerate(entries) if entry.excluded},
     )
 
 

@@ -113,6 +113,7 @@ def _joined(
     for source, part, labels in zip(sources, parts, maps, strict=True):
         digest.update(f"{source.name}\0{source.weight!r}\0{part.digest}\0".encode())
         digest.update(b"" if labels is None else labels.tobytes())
+    begins = zip(np.cumsum([0, *(len(part.names) for part in parts)]).tolist(), parts, strict=False)
     return replace(
         parts[0],
         names=tuple(
@@ -124,6 +125,7 @@ def _joined(
         bytes=np.concatenate([part.bytes for part in parts]),
         checksums=tuple(checksum for part in parts for checksum in part.checksums),
         digest=digest.hexdigest()[:16],
+        excluded={first + shard: places for first, part in begins for shard, places in part.excluded.items()},
     )
 
 
