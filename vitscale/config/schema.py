@@ -186,6 +186,31 @@ class DataConfig:
     """Kind of resizing, in training and evaluation, always with antialiasing."""
     flip: bool = True
     """Mirror half of the training images left to right. Wrong for digits and text."""
+    augment: Literal["none", "randaugment", "three_augment"] = "none"
+    """What is done to colours and shapes after crop and flip: RandAugment as torchvision defines it, or DeiT III's
+    choice of grayscale, solarize and blur."""
+    randaugment_ops: Count = 2
+    """RandAugment: operations an image (AugReg's l; light1 none, else 2)."""
+    randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 10.0
+    """RandAugment: strength in AugReg's scale, where 10 is AutoAugment's strongest and torchvision's bin 30 of 31:
+    light2 10, medium1 and medium2 15, strong1 and strong2 20."""
+    color_jitter: NotNegative = 0.0
+    """Brightness, contrast and saturation change by factors from 1 - this to 1 + this (DeiT III 0.3)."""
+    erasing: Share = 0.0
+    """Chance that a rectangle of an image is overwritten (Random Erasing; DeiT 0.25)."""
+    erasing_fill: Literal["mean", "noise"] = "noise"
+    """What it becomes: the mean pixel, or noise of `mean` and `std` (timm's `pixel`)."""
+    mixup: NotNegative = 0.0
+    """alpha of mixup's Beta(alpha, alpha), by which neighbours in the batch are blended; 0: off (AugReg's medium1 0.2,
+    medium2 and strong1 0.5, strong2 0.8). The batch of each rank must be even."""
+    cutmix: NotNegative = 0.0
+    """alpha of CutMix's, by which neighbours exchange rectangles; 0: off. With `mixup`, `mix_switch` decides which."""
+    mix_probability: Share = 1.0
+    """Chance that a step, or with `mix_mode: elem` a sample, is mixed at all."""
+    mix_switch: Share = 0.5
+    """Where both are on: chance of CutMix."""
+    mix_mode: Literal["batch", "elem"] = "batch"
+    """Whether all samples of a step are mixed alike, or each by numbers of its own."""
     eval_resize: Count | None = None
     """Evaluation: length of the shorter side before the centre crop, in pixels; unset: image size / 0.875."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -28,6 +28,8 @@ from vitscale.data.shards import RawSample, ShardError, ShardIndex
 _PIECE = 8  # samples that one thread takes at a time
 _READERS = 4
 
+AugmentOf = Callable[[int, int, NDArray[np.uint8]], NDArray[np.uint8]]
+"""(epoch, sample id, uint8 RGB `[height, width, 3]`) -> the same, changed."""
 ViewOf = Callable[[int, int, int, int], View]
 """(epoch, sample id, height, width) of an image -> what is shown of it."""
 LabelOf = Callable[[int, Mapping[str, bytes]], int]
@@ -69,6 +71,7 @@ class Assembler:
     Args:
         index: The shards.
         view: What is shown of an image.
+        augment: What is done to it after that, if anything.
         size: Height and width of the images.
         interpolation: Kind of resizing.
         label: The class of a sample.
@@ -82,6 +85,7 @@ class Assembler:
         index: ShardIndex,
         *,
         view: ViewOf,
+        augment: AugmentOf | None,
         size: tuple[int, int],
         interpolation: Interpolation,
         label: LabelOf,
@@ -91,6 +95,7 @@ class Assembler:
     ) -> None:
         self._index = index
         self._view = view
+        self._augment = augment
         self._size = size
         self._interpolation = interpolation
         self._label = label
@@ -170,7 +175,11 @@ class Assembler:
         except BadImage as error:
             raise _Unusable("image", error.reason, error.detail) from None
         # numpy, since torch would start a team of threads for each of ours
-        batch.images[slot.slot].numpy()[:] = pixels[:, :, ::-1] if flip else pixels
+        pixels = pixels[:, :, ::-1] if flip else pixels
+        if self._augment is not None:
+            upright = np.ascontiguousarray(pixels.transpose(1, 2, 0))
+            pixels = self._augment(slot.epoch, slot.sample, upright).transpose(2, 0, 1)
+        batch.images[slot.slot].numpy()[:] = pixels
         batch.labels[slot.slot] = label
 
 
@@ -218,7 +227,7 @@ _TAKEN = RawSample("", {}, "taken before")
 
 
 def _empty(plan: Plan, size: tuple[int, int], excluded: NDArray[np.bool_]) -> Batch:
-    """A batch whose images are yet to come, black where none will; page-locked where there is a GPU, for copies to it."""
+    """A batch whose images are yet to come, black where none will; page-locked where there is a GPU."""
     count, pinned = len(plan.ids), torch.cuda.is_available()
     ids = torch.from_numpy(plan.ids.copy())
     images = torch.empty((count, 3, *size), dtype=torch.uint8, pin_memory=pinned)

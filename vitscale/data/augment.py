@@ -28,9 +28,12 @@ class View(NamedTuple):
     flip: bool
 
 
-def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """The random numbers of one sample in one epoch: Philox, whose counter and key are just these."""
-    key = np.array([seed, _DOMAIN], np.uint64)
+def sample_generator(seed: int, epoch: int, sample: int, *, domain: int = _DOMAIN) -> np.random.Generator:
+    """The random numbers of one sample in one epoch: Philox, whose counter and key are just these.
+
+    `domain` is another for each purpose, so that what one draws does not move the others.
+    """
+    key = np.array([seed, domain], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, epoch, sample], np.uint64)))
 
 

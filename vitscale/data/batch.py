@@ -19,6 +19,8 @@ class Batch:
         valid: bool `[batch]`; false for a slot whose sample could not be used, or that pads the last batch of an
             evaluation. Such a slot counts neither in the loss nor in a metric.
         ids: int64 sample id `[batch]`; -1 for padding.
+        partners: int64 class of the sample that each was mixed with `[batch]`; None where nothing was mixed.
+        shares: float32 `[batch]`, how much of each sample is itself; the rest is its partner's.
         step: Optimizer step that the batch belongs to, from 0, for what all ranks draw alike in it.
     """
 
@@ -27,6 +29,8 @@ class Batch:
     valid: Tensor
     ids: Tensor
     step: int = 0
+    partners: Tensor | None = None
+    shares: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -46,4 +50,6 @@ class Batch:
             labels=change(self.labels),
             valid=change(self.valid),
             ids=change(self.ids),
+            partners=None if self.partners is None else change(self.partners),
+            shares=None if self.shares is None else change(self.shares),
         )

@@ -18,11 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from vitscale.config.schema import DataConfig
+from vitscale.data import photometric
 from vitscale.data.assemble import Assembler, Bad, What
-from vitscale.data.augment import View, eval_view, train_view
+from vitscale.data.augment import View, eval_view, sample_generator, train_view
 from vitscale.data.batch import Batch
+from vitscale.data.mix import is_mixing
 from vitscale.data.mixture import MixtureOrder
 from vitscale.data.order import Plan, eval_batches, eval_ids, eval_plan
+from vitscale.data.photometric import Pixels
 from vitscale.data.reader import samples_per_run
 from vitscale.data.sample import label_of
 from vitscale.data.shards import load_index
@@ -79,6 +82,12 @@ class TrainLoader:
         self.index = training.index
         check_classes(self.index.classes, num_classes)
         check_shares(global_batch, world_size, config.streams)
+        if is_mixing(config) and global_batch // world_size % 2:
+            raise UserError(
+                f"data.mixup and data.cutmix mix neighbours, and {global_batch} samples on {world_size} ranks leave "
+                "one of each rank without; make global_batch a multiple of twice the ranks",
+                exit_code=EXIT_USAGE,
+            )
         self.order = training.order(config, seed=seed, global_batch=global_batch)
         self.num_samples = self.order.num_samples
         self.samples_read = 0
@@ -93,6 +102,7 @@ class TrainLoader:
         self._assembler = Assembler(
             self.index,
             view=partial(_train_view, config, size, seed),
+            augment=partial(_augment, config, seed) if photometric.is_on(config) else None,
             size=size,
             interpolation=config.interpolation,
             label=partial(_label, training, num_classes),
@@ -208,6 +218,7 @@ class EvalLoader:
         self._assembler = Assembler(
             self.index,
             view=partial(_eval_view, config, size),
+            augment=None,
             size=size,
             interpolation=config.interpolation,
             label=lambda shard, fields: label_of(fields, num_classes),
@@ -279,6 +290,11 @@ def _train_view(
     config: DataConfig, size: tuple[int, int], seed: int, epoch: int, sample: int, height: int, width: int
 ) -> View:
     return train_view(config, height, width, size=size, seed=seed, epoch=epoch, sample=sample)
+
+
+def _augment(config: DataConfig, seed: int, epoch: int, sample: int, image: Pixels) -> Pixels:
+    random = sample_generator(seed, epoch, sample, domain=photometric.DOMAIN)
+    return photometric.augment(image, config, random)
 
 
 def _eval_view(config: DataConfig, size: tuple[int, int], epoch: int, sample: int, height: int, width: int) -> View:

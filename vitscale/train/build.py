@@ -41,7 +41,10 @@ def _objective(config: RunConfig, model: nn.Module, batch: Batch) -> Tensor:
     images = normalize(batch.images, mean=config.data.mean, std=config.data.std)
     sizes = config.model.patch_sizes
     drawn = {"patch_size": draw_patch_size(config.seed, batch.step, sizes)} if sizes else {}
-    return classification_loss(model(images, **drawn), batch.labels, batch.valid, config.loss)
+    logits = model(images, **drawn)
+    return classification_loss(
+        logits, batch.labels, batch.valid, config.loss, partners=batch.partners, shares=batch.shares
+    )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

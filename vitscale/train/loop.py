@@ -23,6 +23,7 @@ from vitscale.config.load import config_to_dict, dump_config
 from vitscale.config.schema import Duration, RunConfig
 from vitscale.data.augment import normalize
 from vitscale.data.loader import EvalLoader, TrainLoader
+from vitscale.data.mix import is_mixing, mix
 from vitscale.data.shards import ShardIndex
 from vitscale.data.training import load_training
 from vitscale.engines.base import Engine
@@ -140,9 +141,13 @@ def train(config: RunConfig, world: World) -> TrainResult:
             learning_rate = config.optim.lr * rate(
                 step, total=total, warmup=warmup, kind=config.schedule.kind, final=config.schedule.final
             )
+            batch = batch.to(world.device)
+            if is_mixing(config.data):
+                first = world.rank * len(batch)
+                batch = mix(batch, config.data, seed=config.seed, first=first, global_batch=config.global_batch)
             seed_step(config.seed, step, world.rank)
             with world.waiting(f"step {step + 1}"):
-                result = engine.step(batch.to(world.device), rate=learning_rate)
+                result = engine.step(batch, rate=learning_rate)
             step += 1
             bar.advance()
 
