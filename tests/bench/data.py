@@ -52,7 +52,8 @@ def photos() -> list[Image.Image]:
 
 def make_corpus(folder: Path, images: int, size: tuple[int, int]) -> None:
     """Class folders of crops of the photos, enlarged to `size`, of quality 92; packed as the shards for all."""
-    from vitscale.data.pack import pack_folder
+    from vitscale.data.pack import pack_source
+    from vitscale.data.source import scan_folder
 
     random = np.random.default_rng(0)
     originals = photos()
@@ -67,7 +68,8 @@ def make_corpus(folder: Path, images: int, size: tuple[int, int]) -> None:
         file = folder / "images" / f"class{number % CLASSES}" / f"{number:06d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=92)
-    pack_folder(str(folder / "images"), str(folder / "shards"), shard_samples=max(1, images // 8), progress=False)
+    source = scan_folder(str(folder / "images"))
+    pack_source(source, str(folder / "shards"), shard_samples=max(1, images // 8), progress=False)
 
 
 # ------------------------------------------------------------------------------------------------ contenders

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.packing import pack_folder
 from helpers.runs import vitscale, write_config, write_shards
 from helpers.tars import class_folders
 
 from vitscale.cluster.preflight import check_writable, preflight
 from vitscale.config.load import load_config
-from vitscale.data.pack import pack_folder
 from vitscale.errors import EXIT_USAGE, UserError
 
 NOBODY = 65534

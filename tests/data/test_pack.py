@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.packing import pack_folder
 from helpers.tars import class_folders, image_bytes
 
 from vitscale.data import pack as pack_module
-from vitscale.data.pack import pack_folder
 from vitscale.data.shards import ShardIndex, load_index, read_samples
 from vitscale.data.source import image_type, read_classes
 from vitscale.errors import UserError
@@ -227,9 +227,11 @@ def test_an_interrupted_pack_goes_on(source: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.integration
 def test_killed_and_run_again(tmp_path: Path) -> None:
     source = class_folders(tmp_path / "source", {"a": 300, "b": 300})
-    call = "from vitscale.data.pack import pack_folder; import sys; pack_folder(*sys.argv[1:], shard_samples=2)"
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-c", call, str(source), str(out)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitscale", "data", "pack", str(source), str(out), "--shard-samples", "2"],
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     while len(list(out.glob("*.tar"))) < 5:
         assert time.monotonic() < deadline
@@ -283,7 +285,7 @@ def test_outputs_that_are_refused(source: Path, tmp_path: Path) -> None:
 def test_full_disk(source: Path, tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
     ignore = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-    call = "from vitscale.data.pack import pack_folder; import sys; pack_folder(*sys.argv[1:], shard_samples=40)"
+    call = "import runpy, sys; sys.argv[1:1] = ['data', 'pack']; runpy.run_module('vitscale', run_name='__main__')"
     out = tmp_path / "out"
     command = [sys.executable, "-c", limit + ignore + call, str(source), str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.packing import pack_folder
 from helpers.tars import class_folders, image_bytes, labelled, make_tar
 from PIL import Image
 
 from vitscale.data.index import index_shards
-from vitscale.data.pack import pack_folder
 from vitscale.data.shards import load_offsets
 from vitscale.data.verify import verify_shards
 from vitscale.errors import UserError

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import torch
 import yaml
+from helpers.packing import pack_folder
 from helpers.tars import class_folders
 from torch import Tensor
 
-from vitscale.data.pack import pack_folder
 from vitscale.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.packing import pack_folder
 from helpers.runs import newest, tensors, write_config, write_shards
 from helpers.split_engine import world_of_one
 from PIL import Image
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from vitscale import load_model
 from vitscale.config.load import config_to_dict, load_config
-from vitscale.data.pack import pack_folder
 from vitscale.errors import UserError
 from vitscale.monitor.report import write_report
 from vitscale.train import checkpoint

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitscale.cli.arguments import Config, Overrides, Shards, count, write_text
-from vitscale.errors import EXIT_FAILED
+from vitscale.errors import EXIT_FAILED, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
     from vitscale.data.scan import Problem
@@ -18,7 +18,14 @@ _SHOWN = 20  # problems that are printed one by one
 
 
 def pack(
-    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a folder of images for each class.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Folder of class folders or class tars, a tar of class tars, a .csv, .tsv or .jsonl of path and label,"
+            " parquet files, or shards with an index.",
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards.")],
     shard_samples: Annotated[int, typer.Option(min=1, help="Most samples in a shard.")] = 10_000,
     shard_megabytes: Annotated[int, typer.Option(min=1, help="About the largest size of a shard, in MiB.")] = 256,
@@ -27,25 +34,37 @@ def pack(
         Path | None, typer.Option(help="Class list: a text file with a name a line, or another set's index.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+    max_side: Annotated[int | None, typer.Option(min=1, help="Make images with a longer side this small.")] = None,
+    quality: Annotated[int, typer.Option(min=1, max=95, help="Of the JPEGs that those become.")] = 92,
+    array: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Write part I of N, from 0; all parts into one OUT.")
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that read and write; the result is the same.")] = 1,
 ) -> None:
-    """Pack class folders of images into shards with their index, shuffled.
+    """Pack images into shards with their index, shuffled.
 
     Example: `vitscale data pack imagenet/train shards/train --processes 16`
     """
-    from vitscale.data.pack import pack_folder
+    from vitscale.data.pack import pack_source
     from vitscale.data.source import read_classes
+    from vitscale.data.sources import scan_source
 
-    report = pack_folder(
-        str(source),
+    found = scan_source(source, str(out), None if classes is None else read_classes(str(classes)))
+    report = pack_source(
+        found,
         str(out),
         shard_samples=shard_samples,
         shard_bytes=shard_megabytes << 20,
         seed=seed,
-        classes=None if classes is None else read_classes(str(classes)),
         validation=validation,
+        max_side=max_side,
+        quality=quality,
+        part=None if array is None else _part(array),
         processes=processes,
     )
+    if report is None:
+        typer.echo(f"{out}: part {array} is written; the part that ends last makes the index")
+        return
     for split in report.splits:
         typer.echo(f"{split.folder}: {count(split.samples, 'image')} in {count(split.shards, 'shard')}, "
                    f"{split.bytes / 2**20:.1f} MiB, {count(len(report.classes), 'class', 'classes')}")  # fmt: skip
@@ -161,6 +180,14 @@ def show_order(
     typer.echo(f"# step {step}, order {order.digest(step)}")
     for sample, epoch, shard, place in zip(plan.ids, plan.epochs, plan.shards, plan.places, strict=True):
         typer.echo(f"{sample}\t{epoch}\t{training.index.names[shard]}\t{place}")
+
+
+def _part(array: str) -> tuple[int, int]:
+    """`3/64` as numbers."""
+    number, slash, total = array.partition("/")
+    if not (slash and number.isdigit() and total.isdigit() and int(number) < int(total)):
+        raise UserError(f"--array {array}: a part is I/N with I from 0 to N - 1, e.g. 3/64", exit_code=EXIT_USAGE)
+    return int(number), int(total)
 
 
 def _tell_problems(problems: Sequence[Problem]) -> None:

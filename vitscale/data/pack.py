@@ -1,12 +1,13 @@
-"""Class folders into shards: shuffled over the whole set, the same bytes for any number of processes.
+"""A source into shards: shuffled over the whole set, the same bytes for any number of processes or of array parts.
 
     out/shard-00000.tar, .idx, ..., index.json               without a validation split
     out/train/train-00000.tar, ...; out/validation/...       with one
     out/skipped.jsonl                                        files that are no images, where there were any
 
-Image bytes are kept as they are. A sample is `<number>-<name>.<type>` and `<number>-<name>.cls`, the label in digits;
-the number is the image's place in the sorted source. Until everything is written, `out/.vitscale-pack` says what is
-being packed and which shards are whole, no `index.json` is there, and the same call goes on where it was stopped.
+Image bytes are kept as they are, unless they are to be made smaller. A sample is `<number>-<name>.<type>` and
+`<number>-<name>.cls`, the label in digits, or `.json` with several labels; the number is the image's place in the
+source. Until everything is written, `out/.vitscale-pack` says what is being packed and which shards are whole, no
+`index.json` is there, and the same call goes on where it was stopped.
 
 The members are written by `tarfile`, since webdataset's own writer brings torch into each process and says no more.
 """
@@ -22,18 +23,20 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitscale.data.decode import BadImage
 from vitscale.data.find import UNFINISHED, sidecar_path
 from vitscale.data.index import IndexedShard, write_index, write_offsets
 from vitscale.data.pool import run_jobs
+from vitscale.data.reencode import shrink
 from vitscale.data.scan import scan_shard
-from vitscale.data.source import Source, image_type, scan_folder, split_validation
+from vitscale.data.source import Source, image_type, split_validation
+from vitscale.data.source_parquet import read_image
 from vitscale.data.tar import BLOCK
 from vitscale.errors import UserError
 from vitscale.progress import progress as show_progress
@@ -42,6 +45,7 @@ SKIPPED = "skipped.jsonl"
 _PLAN = "plan.json"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _LONGEST_NAME = 48
+_GROUPS_MIXED = 4  # as many as a process remembers
 
 log = logging.getLogger("vitscale")
 
@@ -82,14 +86,33 @@ class PackReport:
     resumed: int
 
 
+class _Image(NamedTuple):
+    """One image of a job; fields as in `Source`, the offset None where the whole file is the image."""
+
+    path: str
+    label: int | tuple[int, ...]
+    key: str
+    offset: int | None
+    size: int
+    extras: tuple[tuple[str, int, int], ...]
+
+
+class _Fit(NamedTuple):
+    """How large images may be, and how well those that are made smaller are encoded."""
+
+    max_side: int
+    quality: int
+
+
 @dataclass(frozen=True)
 class _Job:
-    """One shard to write: images as (path, label, key), and where the record of the finished shard goes."""
+    """One shard to write: its images, and where the record of the finished shard goes."""
 
     tar: str
     record: str
     root: str
-    images: list[tuple[str, int, str]]
+    images: list[_Image]
+    fit: _Fit | None
 
 
 @dataclass(frozen=True)
@@ -119,53 +142,64 @@ class _Split:
         return f"{self.prefix}-{shard:0{max(5, len(str(self.num_shards - 1)))}d}.tar"
 
 
-def pack_folder(
-    source: str,
+def pack_source(
+    source: Source,
     out: str,
     *,
     shard_samples: int = 10_000,
     shard_bytes: int = 256 << 20,
     seed: int = 0,
-    classes: Sequence[str] | None = None,
     validation: float = 0.0,
+    max_side: int | None = None,
+    quality: int = 92,
+    part: tuple[int, int] | None = None,
     processes: int = 1,
     progress: bool = True,
-) -> PackReport:
-    """Pack `source/<class>/<image>` into shards and their index in `out`.
+) -> PackReport | None:
+    """Pack a source into shards and their index in `out`.
 
     Args:
-        source: Folder of class folders.
+        source: What to pack.
         out: New or empty folder, or that of a pack of the same things that was interrupted.
         shard_samples: Most samples of a shard. Shards are filled evenly, so that each has about this many or fewer.
         shard_bytes: About the largest length of a shard.
         seed: Of the shuffle and of the split.
-        classes: The class list, so that several sets share their labels; None takes the sorted folder names.
         validation: Share of each class that goes to `out/validation`, the rest to `out/train`.
+        max_side: Images whose longer side is more pixels are made that small; None keeps all as they are.
+        quality: Of the JPEGs that those become.
+        part: (i, n): write only the shards of part i of n, in a folder that all parts share. The part that finds all
+            shards written makes the index.
         processes: Shards written at once; the result does not depend on it.
         progress: Show how far it is, on stderr.
 
+    Returns:
+        What was made; None where other parts are still to come.
+
     Raises:
-        UserError: A source without images, a class that is not in the list, or an output that cannot be written or
-            holds something else.
+        UserError: A source without images, or an output that cannot be written or holds something else.
     """
     if shard_samples < 1 or shard_bytes < 1:
         raise UserError(f"shards of {shard_samples} samples and {shard_bytes} bytes; both must be 1 or more")
-    if os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
-        raise UserError(f"{out} lies inside the source {source}, where it would be a class; pack to another place")
-    images = scan_folder(source, classes)
-    splits = _plan(images, out, shard_samples, shard_bytes, seed, validation)
+    if part is not None and not 0 <= part[0] < part[1]:
+        raise UserError(f"part {part[0]} of {part[1]}; parts are counted from 0")
+    fit = None if max_side is None else _Fit(max_side, quality)
+    splits = _plan(source, out, shard_samples, shard_bytes, seed, validation)
     try:
-        _prepare(out, splits, _digest(images, splits))
+        _prepare(out, splits, _digest(source, splits, fit))
         jobs = [(split, shard) for split in splits for shard in range(split.num_shards)]
+        if part is not None:
+            jobs = jobs[part[0] :: part[1]]
         left = [(split, shard) for split, shard in jobs if not os.path.exists(_record(out, split, shard))]
         if len(left) < len(jobs):
             log.info("going on with an interrupted pack: %d of %d shards are there", len(jobs) - len(left), len(jobs))
-        total = sum(len(split.places) for split in splits)
+        total = sum(int(split.cuts[shard + 1] - split.cuts[shard]) for split, shard in jobs)
         todo = sum(int(split.cuts[shard + 1] - split.cuts[shard]) for split, shard in left)
         with show_progress(total, "packing", done=total - todo, shown=progress) as advancing:
-            for count in run_jobs(_write_shard, (_job(images, out, *which) for which in left), processes):
+            for count in run_jobs(_write_shard, (_job(source, out, fit, *which) for which in left), processes):
                 advancing.advance(count)
-        return _finish(out, images, splits, len(jobs) - len(left))
+        if part is not None and not _is_last(out, splits):
+            return None
+        return _finish(out, source, splits, len(jobs) - len(left))
     except OSError as error:
         raise _unwritable(out, error) from None
 
@@ -182,7 +216,7 @@ def _plan(
     sizes = np.array(source.sizes, np.int64)
     splits = []
     for number, (name, members) in enumerate(sets):
-        places = np.random.default_rng([seed, number]).permutation(np.array(members, np.int64))
+        places = _shuffled(np.array(members, np.int64), source.groups, np.random.default_rng([seed, number]))
         length = int((-(-sizes[places] // BLOCK) * BLOCK + 3 * BLOCK).sum())
         shards = min(len(places), max(-(-len(places) // shard_samples), -(-length // shard_bytes)))
         cuts = np.arange(shards + 1, dtype=np.int64) * len(places) // shards
@@ -190,11 +224,33 @@ def _plan(
     return tuple(splits)
 
 
-def _digest(source: Source, splits: tuple[_Split, ...]) -> str:
+def _shuffled(places: NDArray[np.int64], groups: list[int] | None, random: np.random.Generator) -> NDArray[np.int64]:
+    """Places in random order; where images are read in groups, those of a few random groups after each other."""
+    if groups is None:
+        return random.permutation(places)
+    group = np.array(groups, np.int64)[places]
+    window = random.permutation(group.max() + 1)[group] // _GROUPS_MIXED
+    mixed: NDArray[np.int64] = places[np.lexsort((random.random(len(places)), window))]
+    return mixed
+
+
+def _is_last(out: str, splits: tuple[_Split, ...]) -> bool:
+    """Whether all shards of all parts are written, and no other part is making the index."""
+    if not all(os.path.exists(_record(out, split, shard)) for split in splits for shard in range(split.num_shards)):
+        return False
+    try:
+        os.mkdir(os.path.join(out, UNFINISHED, "finishing"))
+    except (FileExistsError, FileNotFoundError):  # another is at it, or was
+        return False
+    return True
+
+
+def _digest(source: Source, splits: tuple[_Split, ...], fit: _Fit | None) -> str:
     """Of all that decides what the shards will hold."""
-    digest = hashlib.sha256("\0".join(source.classes).encode("utf-8", "surrogateescape"))
-    for path, label, size in zip(source.paths, source.labels, source.sizes, strict=True):
-        digest.update(f"{path}\0{label}\0{size}\n".encode("utf-8", "surrogateescape"))
+    digest = hashlib.sha256("\0".join((*source.classes, repr(fit))).encode("utf-8", "surrogateescape"))
+    offsets = source.offsets or [0] * len(source.paths)
+    for path, label, size, offset in zip(source.paths, source.labels, source.sizes, offsets, strict=True):
+        digest.update(f"{path}\0{label}\0{size}\0{offset}\n".encode("utf-8", "surrogateescape"))
     for split in splits:
         digest.update(split.prefix.encode() + split.places.tobytes() + split.cuts.tobytes())
     return digest.hexdigest()
@@ -210,7 +266,7 @@ def _prepare(out: str, splits: tuple[_Split, ...], digest: str) -> None:
                     f"{out} holds an interrupted pack of another source or with other settings; finish that one with "
                     "its own settings, or remove the folder"
                 )
-    elif os.path.isdir(out) and (held := sorted(os.listdir(out))):
+    elif os.path.isdir(out) and (held := sorted(set(os.listdir(out)) - {UNFINISHED})) and not os.path.exists(plan):
         shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
         raise UserError(f"{out} is not empty: it holds {shown}; pack into a new folder")
     for folder in [os.path.join(out, UNFINISHED), *(split.folder for split in splits)]:
@@ -222,10 +278,19 @@ def _record(out: str, split: _Split, shard: int) -> str:
     return os.path.join(out, UNFINISHED, f"{split.name(shard)}.json")
 
 
-def _job(source: Source, out: str, split: _Split, shard: int) -> _Job:
-    places = split.places[split.cuts[shard] : split.cuts[shard + 1]].tolist()
-    images = [(source.paths[place], source.labels[place], _key(place, source.paths[place])) for place in places]
-    return _Job(os.path.join(split.folder, split.name(shard)), _record(out, split, shard), source.folder, images)
+def _job(source: Source, out: str, fit: _Fit | None, split: _Split, shard: int) -> _Job:
+    images = [
+        _Image(
+            source.paths[place],
+            source.labels[place],
+            _key(place, source.names[place] if source.names else source.paths[place]),
+            source.offsets[place] if source.offsets else None,
+            source.sizes[place],
+            source.extras[place] if source.extras else (),
+        )
+        for place in split.places[split.cuts[shard] : split.cuts[shard + 1]].tolist()
+    ]
+    return _Job(os.path.join(split.folder, split.name(shard)), _record(out, split, shard), source.folder, images, fit)
 
 
 def _key(place: int, path: str) -> str:
@@ -240,13 +305,15 @@ def _write_shard(job: _Job) -> int:
     part = f"{job.tar}.tmp"
     with open(part, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for path, label, key in job.images:
-                content, kind, reason = _read_image(os.path.join(job.root, path))
+            for image in job.images:
+                content, kind, reason = _read_image(job, image)
                 if kind is None:
-                    skipped.append((path, reason))
+                    skipped.append((image.path if image.offset is None else f"{image.path}: {image.key}", reason))
                     continue
-                _add(tar, f"{key}.cls", str(label).encode())
-                _add(tar, f"{key}.{kind}", content)
+                _add_label(tar, image)
+                _add(tar, f"{image.key}.{kind}", content)
+                for field, at, size in image.extras:
+                    _add(tar, f"{image.key}.{field}", _read(os.path.join(job.root, image.path), at, size))
         file.flush()
         os.fsync(file.fileno())
     scan = scan_shard(part)
@@ -259,16 +326,39 @@ def _write_shard(job: _Job) -> int:
     return len(job.images)
 
 
-def _read_image(path: str) -> tuple[bytes, str | None, str]:
-    """Content and type of a file, or no type and why it is not taken."""
+def _read(path: str, offset: int | None, size: int) -> bytes:
+    if path.endswith(".parquet") and offset is not None:
+        return read_image(path, offset)
+    with open(path, "rb") as file:
+        if offset is None:
+            return file.read()
+        file.seek(offset)
+        return file.read(size)
+
+
+def _read_image(job: _Job, image: _Image) -> tuple[bytes, str | None, str]:
+    """Content and type of an image, or no type and why it is not taken."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        content = _read(os.path.join(job.root, image.path), image.offset, image.size)
     except OSError as error:
         return b"", None, f"cannot be read: {error.strerror}"
     if not content:
         return b"", None, "empty file"
-    return content, image_type(content), "not an image: its first bytes are those of no known format"
+    kind = image_type(content)
+    if kind is None or job.fit is None:
+        return content, kind, "not an image: its first bytes are those of no known format"
+    try:
+        smaller = shrink(content, max_side=job.fit.max_side, quality=job.fit.quality)
+    except BadImage as error:
+        return b"", None, f"cannot be decoded: {error}"
+    return (content, kind, "") if smaller is None else (smaller, "jpg", "")
+
+
+def _add_label(tar: tarfile.TarFile, image: _Image) -> None:
+    if isinstance(image.label, int):
+        _add(tar, f"{image.key}.cls", str(image.label).encode())
+    else:
+        _add(tar, f"{image.key}.json", json.dumps({"labels": list(image.label)}).encode())
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -311,9 +401,10 @@ def _finish(out: str, source: Source, splits: tuple[_Split, ...], resumed: int) 
 
 
 def _write_json(path: str, content: object) -> None:
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+    aside = f"{path}.{os.getpid()}.tmp"  # parts of an array may write the same file at one time
+    with open(aside, "w", encoding="utf-8") as file:
         json.dump(content, file)
-    os.replace(f"{path}.tmp", path)
+    os.replace(aside, path)
 
 
 def _unwritable(out: str, error: OSError) -> UserError:

@@ -1,4 +1,4 @@
-"""Class folders as a list of images with labels, and what an image is by its first bytes.
+"""What is to be packed: a list of images with labels; here from class folders. And what an image is by its first bytes.
 
 source/<class>/**/<image>      hidden files and folders are passed over, links are followed
 """
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,25 +32,60 @@ _MAGIC = (
 )
 
 
+Labels: TypeAlias = list[int] | list[tuple[int, ...]]
+"""A label for each image, or several for each."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """Images of a folder, sorted by path, with the class list their labels point into.
+    """Images in a fixed order, with the class list their labels point into.
 
     Attributes:
         folder: The root; `paths` are relative to it.
         classes: Name of each label.
-        paths: Path of each image.
-        labels: Label of each image.
-        sizes: Length of each file, in bytes.
-        empty: Classes of the list for which no file was found.
+        paths: The file that each image is, or is part of.
+        labels: Label or labels of each image.
+        sizes: Length of each image, in bytes.
+        empty: Classes of the list for which no image was found.
+        names: What each image is called; None: like its file.
+        offsets: Where each begins in its file; None: the file is the image.
+        groups: Which images are read at once, by number, in rising order; None: each by itself.
+        extras: Further members of each sample: extension, offset and length in the same file; None: there are none.
     """
 
     folder: str
     classes: tuple[str, ...]
     paths: list[str]
-    labels: list[int]
+    labels: Labels
     sizes: list[int]
     empty: tuple[str, ...]
+    names: list[str] | None = None
+    offsets: list[int] | None = None
+    extras: list[tuple[tuple[str, int, int], ...]] | None = None
+    groups: list[int] | None = None
+
+    @property
+    def first_labels(self) -> list[int]:
+        """The label of each image, the first one where it has several."""
+        return [label if isinstance(label, int) else label[0] for label in self.labels]
+
+
+def as_source(
+    folder: str,
+    classes: tuple[str, ...],
+    paths: list[str],
+    labels: Labels,
+    sizes: list[int],
+    *,
+    names: list[str] | None = None,
+    offsets: list[int] | None = None,
+    extras: list[tuple[tuple[str, int, int], ...]] | None = None,
+    groups: list[int] | None = None,
+) -> Source:
+    """A source with its empty classes found."""
+    present = {one for label in labels for one in ((label,) if isinstance(label, int) else label)}
+    empty = tuple(name for label, name in enumerate(classes) if label not in present)
+    return Source(folder, classes, paths, labels, sizes, empty, names, offsets, extras, groups)
 
 
 def image_type(content: bytes) -> str | None:
@@ -93,9 +129,7 @@ def scan_folder(folder: str, classes: Sequence[str] | None = None) -> Source:
             sizes.append(size)
     if not paths:
         raise UserError(f"no images in {folder}: its {len(names)} class folders are empty")
-    present = set(labels)
-    empty = tuple(name for label, name in enumerate(listed) if label not in present)
-    return Source(folder, listed, paths, labels, sizes, empty)
+    return as_source(folder, listed, paths, labels, sizes)
 
 
 def read_classes(path: str) -> tuple[str, ...]:
@@ -132,7 +166,7 @@ def split_validation(source: Source, fraction: float, seed: int) -> tuple[list[i
     """
     if not 0 <= fraction < 1:
         raise UserError(f"the validation fraction is {fraction}; it must be at least 0 and below 1")
-    labels = np.array(source.labels)
+    labels = np.array(source.first_labels)
     by_class = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[by_class], np.arange(len(source.classes) + 1))
     held: list[int] = []
