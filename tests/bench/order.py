@@ -8,13 +8,17 @@ Every step is a process of its own, so that its memory is its own.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import resource
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
 from vitscale.data.order import Order
+from vitscale.data.shards import load_index
 
 BATCH = 4096
 WORLD = 64
@@ -30,12 +34,21 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for step in (0, 10_000_000):
             print(pool.apply(cost, (arguments.shards, arguments.samples, step)))
+        print("\nreading an index.json of as many shards in an object store, in a process of its own")
+        with tempfile.TemporaryDirectory() as folder:
+            pool.apply(write_index, (folder, arguments.shards, arguments.samples))
+            print(pool.apply(index_cost, (folder,)))
     print("\nmixing: 2,000 shards of 1,000 samples, one class a shard; batches of 1,024 from all over an epoch")
     print(f"{'window':>7} {'classes a batch':>16} {'at random':>10} {'chi-square / freedom':>21}")
     for window in (1, 4, 16, 64, 250):
         print(mixing(window))
-    print("\nsamples fetched over samples used, one epoch, 512 streams")
-    print("  ".join(f"{ranks} ranks {fetched(ranks):.3f}" for ranks in (1, 8, 64, 512)))
+    print("\npairs of samples in one batch that are in one batch in the next epoch too, 2,000,000 samples")
+    again, by_chance = neighbours()
+    print(f"{again:.2e}, by chance {by_chance:.2e}")
+    print("\n3,000 shards of 1,000 samples, one epoch, 512 streams, nodes of 8 ranks")
+    print(f"{'nodes':>6} {'samples fetched over used':>26} {'shards a rank has in use at one time':>38}")
+    for nodes in (1, 2, 4, 16, 64):
+        print(f"{nodes:>6} {fetched(8 * nodes):>26.3f} {in_use(8 * nodes):>38.0f}")
 
 
 def cost(shards: int, samples: int, step: int) -> str:
@@ -52,6 +65,48 @@ def cost(shards: int, samples: int, step: int) -> str:
     each = (time.perf_counter() - first) / (10 * steps * BATCH // WORLD)
     memory = peak() - before
     return f"{step:>12,} {built - begin:>7.3f} s {first - built:>10.3f} s {memory / 1e6:>9.0f} MB {each * 1e6:>10.2f}"
+
+
+def write_index(folder: str, shards: int, samples: int) -> None:
+    each = samples // shards
+    lines = [
+        {"name": f"s3://bucket/train-{n:06d}.tar", "samples": each, "bytes": each * 110_000, "sha256": f"{n:064x}"}
+        for n in range(shards)
+    ]
+    content = {"format": "vitscale-index", "version": 1, "classes": [], "shards": lines}
+    (Path(folder) / "index.json").write_text(json.dumps(content))
+
+
+def index_cost(folder: str) -> str:
+    before = peak()
+    begin = time.perf_counter()
+    index = load_index(folder)
+    seconds, size = time.perf_counter() - begin, (Path(folder) / "index.json").stat().st_size
+    more = (peak() - before) / 1e6
+    return f"{len(index.names):,} shards, {size / 1e6:.0f} MB: {seconds:.2f} s, {more:.0f} MB more memory at its peak"
+
+
+def neighbours() -> tuple[float, float]:
+    batch, samples = 1024, 2_000_000
+    order = Order(np.full(2000, 1000), seed=0, global_batch=batch, run=10)
+    steps = samples // batch
+    where = np.full((2, samples), -1)
+    for epoch in range(2):
+        first = epoch * samples // batch + epoch
+        ids = order.at(first * batch, steps * batch)
+        where[epoch, ids] = np.arange(len(ids)) // batch
+    both = (where >= 0).all(axis=0)
+    _, counts = np.unique(where[0, both] * (2 * steps) + where[1, both], return_counts=True)
+    _, first_counts = np.unique(where[0, both], return_counts=True)
+    pairs = float((counts * (counts - 1) / 2).sum())
+    return pairs / float((first_counts * (first_counts - 1) / 2).sum()), (batch - 1) / (samples - 1)
+
+
+def in_use(ranks: int) -> float:
+    """Shards that a rank reads from within as many steps as its groups last."""
+    order = Order(np.full(3000, 1000), seed=0, global_batch=BATCH, streams=512, run=10)
+    steps = max(1, order.samples_in_use(ranks) * ranks // BATCH)
+    return float(len(np.unique(order.plan(order.rank_positions(100, 0, ranks, steps=steps).reshape(-1)).shards)))
 
 
 def mixing(window: int) -> str:
