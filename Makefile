@@ -31,7 +31,7 @@ format: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml hatch_build.py vitscale/data/jpeg_crop.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --editable .

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command_line import Said, run_main
-from helpers.runs import vitscale, write_config, write_shards
+from helpers.runs import newest, vitscale, write_config, write_shards
 from helpers.tars import labelled, make_tar
 
 from vitscale.config.load import load_config
@@ -158,6 +158,29 @@ def test_labels_outside_the_classes(config: Path, tmp_path: Path) -> None:
     found = run_main("data", "verify", folder)
     assert found.code == EXIT_FAILED
     assert first["key"] in found.err
+
+
+@pytest.mark.integration
+def test_a_run_over_shards_of_which_one_in_a_hundred_is_damaged_ends_and_names_each(
+    config: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    damage = {"s017": lambda c: c[: len(c) // 2], "s123": lambda c: b"", "s250": lambda c: b"no picture at all"}
+    members = []
+    for name, content in labelled(range(300)):
+        key, _, field = name.partition(".")
+        members.append((name, damage[key](content) if field != "cls" and key in damage else content))
+    assert sum(1 for name, content in members if (name, content) not in labelled(range(300))) == 3
+    make_tar(folder / "a.tar", members)
+    index_shards(str(folder / "a.tar"), classes=("a", "b", "c"))
+    done = vitscale("train", config, f"data.train={folder}", "data.validation=null", "duration=1 epoch")
+    assert done.returncode == 0, done.stderr
+    journal = [json.loads(line) for line in (tmp_path / "run/bad_samples.jsonl").read_text().splitlines()]
+    assert {line["key"]: line["reason"] for line in journal} == {
+        "s017": "truncated", "s123": "empty", "s250": "not_an_image"
+    }  # fmt: skip
+    assert newest(tmp_path / "run", 'bad_samples_total{reason="image"}') == 3
 
 
 @pytest.mark.integration

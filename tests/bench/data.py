@@ -73,11 +73,11 @@ def make_corpus(folder: Path, images: int, size: tuple[int, int]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ contenders
-def vitscale(folder: Path) -> Iterator[int]:
+def vitscale(folder: Path, workers: int = WORKERS) -> Iterator[int]:
     from vitscale.config.schema import DataConfig
     from vitscale.data.loader import TrainLoader
 
-    config = DataConfig(train=str(folder / "shards"), workers=WORKERS)
+    config = DataConfig(train=str(folder / "shards"), workers=workers)
     loader = TrainLoader(
         config, image_size=SIDE, num_classes=CLASSES, global_batch=BATCH, seed=0, rank=0, world_size=1, start_step=0,
         run_dir=folder,
@@ -87,6 +87,13 @@ def vitscale(folder: Path) -> Iterator[int]:
             yield len(batch)
     finally:
         loader.close()
+
+
+def vitscale_in_one_thread(folder: Path) -> Iterator[int]:
+    import torch
+
+    torch.set_num_threads(1)
+    yield from vitscale(folder, workers=0)
 
 
 def vitscale_without_library(folder: Path) -> Iterator[int]:
@@ -240,6 +247,7 @@ CONTENDERS: dict[str, tuple[Callable[[Path], Iterator[int]], str | None]] = {
     "DALI on the CPU": (dali_on_cpu, "nvidia.dali"),
     "vitscale without its library": (vitscale_without_library, None),
     "vitscale": (vitscale, None),
+    "vitscale, one thread": (vitscale_in_one_thread, None),
     "decode and crop alone, one thread": (one_thread, None),
 }
 
