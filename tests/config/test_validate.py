@@ -108,7 +108,7 @@ def test_single_keys(write: Write, minimal: str, text: str, line: str) -> None:
 def test_sources_of_a_mixture_are_checked_one_by_one(write: Write) -> None:
     head = "name: a\nrun_dir: b\nduration: 1 epoch\nglobal_batch: 4\ndata:\n"
     for lines, said in (
-        ("  mixture: [{name: a, shards: x, weigth: 2}]", "mixture[0].weigth: unknown key; did you mean 'weight'?"),
+        ("  mixture: [{name: a, shards: x, weigh: 2}]", "mixture[0].weigh: unknown key; did you mean 'weight'?"),
         ("  mixture: [{name: a, shards: x, weight: 0}]", "mixture[0].weight: found 0; allowed: number > 0"),
         ("  mixture:\n  - {name: a, shards: x}\n  - text", "mixture[1]: found 'text'; allowed: a section with keys "
          "among name, shards, weight, class_map"),

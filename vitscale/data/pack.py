@@ -33,8 +33,8 @@ from vitscale.data.decode import BadImage
 from vitscale.data.find import UNFINISHED, sidecar_path
 from vitscale.data.index import IndexedShard, write_index, write_offsets
 from vitscale.data.pool import run_jobs
-from vitscale.data.reencode import shrink
 from vitscale.data.scan import scan_shard
+from vitscale.data.shrink import shrink
 from vitscale.data.source import Source, image_type, split_validation
 from vitscale.data.source_parquet import read_image
 from vitscale.data.tar import BLOCK
