@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitscale.data.decode import BadImage, open_picture
 from vitscale.data.find import ShardEntry, find_shards, merge_classes
@@ -122,7 +123,7 @@ def statistics(spec: str | tuple[str, ...], *, processes: int = 1, progress: boo
     )
 
 
-def _quantiles(values: np.ndarray) -> Quantiles:  # type: ignore[type-arg]
+def _quantiles(values: NDArray[Any]) -> Quantiles:
     return Quantiles(*(round(float(value), 4) for value in np.quantile(values, _QUANTILES)))
 
 
