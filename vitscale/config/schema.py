@@ -318,9 +318,9 @@ class InitConfig:
     head: Literal["keep", "zero", "map"] = "zero"
     """The classifier of `weights`: taken over (same classes); begun anew at zero; or picked class by class by the
     names in both (WordNet id, else the words), as from ImageNet-21k to ImageNet-1k."""
-    patch_resize: Literal["pseudo_inverse", "interpolate"] = "pseudo_inverse"
-    """How the patch kernel of `weights` comes to another `model.patch_size`: FlexiViT's pseudo-inverse, or resized like
-    an image."""
+    patch_resize: Literal["pseudo_inverse", "bilinear"] = "pseudo_inverse"
+    """How the patch kernel of `weights` comes to another `model.patch_size`: FlexiViT's pseudo-inverse, or bilinear
+    resizing of the kernel itself."""
     resume: Text | None = None
     """Another run to go on from: weights, optimizer, average and position."""
 

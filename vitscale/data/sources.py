@@ -9,6 +9,7 @@ from vitscale.data.source import Source, scan_folder
 from vitscale.data.source_parquet import is_parquet, scan_parquet
 from vitscale.data.source_table import is_table, scan_table
 from vitscale.data.source_tars import is_class_tars, is_webdataset, scan_class_tars, scan_webdataset
+from vitscale.data.storage import is_remote
 from vitscale.errors import UserError
 
 
@@ -23,6 +24,8 @@ def scan_source(source: str, out: str, classes: Sequence[str] | None = None) -> 
     Raises:
         UserError: No such source, or one with something wrong.
     """
+    if is_remote(source):
+        raise UserError(f"{source}: pack reads from this machine's disks and mounts; copy or mount the source first")
     if is_table(source):
         return scan_table(source, classes)
     if os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):

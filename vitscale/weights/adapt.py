@@ -22,7 +22,7 @@ from vitscale.models.vit import VisionTransformer
 from vitscale.weights.names import in_few_words
 
 Head: TypeAlias = Literal["keep", "zero", "map"]
-PatchResize: TypeAlias = Literal["pseudo_inverse", "interpolate"]
+PatchResize: TypeAlias = Literal["pseudo_inverse", "bilinear"]
 
 _HEAD = ("head.weight", "head.bias")
 _KERNEL = "patch_embed.proj.weight"
@@ -112,7 +112,8 @@ def adapt(
         head: `keep` the classifier, which needs the same classes; begin it anew at `zero`; or `map` it by `classes`.
         classes: With `map`, the class of the source that each class of the target is, None where there is none, whose
             row is zero then; see `match_classes`.
-        patch_resize: How the kernel comes to another patch size, see `resize_patch_kernel`.
+        patch_resize: How the kernel comes to another patch size: FlexiViT's pseudo-inverse (of bicubic resizing with
+            antialiasing, timm's default), or resized itself like an image, bilinearly.
 
     Raises:
         UserError: The two differ in more than image size, patch size and classes, where every tensor that does not fit
@@ -161,7 +162,12 @@ def _resize(adapted: dict[str, Tensor], source: ModelConfig, target: ModelConfig
     """Bring positions and patch kernel to the target's grid and patches, in place; the names of what changed."""
     resized = []
     if source.patch_size != target.patch_size and _KERNEL in adapted:
-        adapted[_KERNEL] = resize_patch_kernel(adapted[_KERNEL], target.patch_size, method=method)
+        kernel, size = adapted[_KERNEL], target.patch_size
+        adapted[_KERNEL] = (
+            resize_patch_kernel(kernel, size)
+            if method == "pseudo_inverse"
+            else resize_patch_kernel(kernel, size, method="interpolate", mode="bilinear")
+        )
         resized.append(_KERNEL)
     old, new = grid_height_width(source), grid_height_width(target)
     if old != new and "pos_embed" in adapted:
