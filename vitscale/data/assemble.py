@@ -24,9 +24,11 @@ from vitscale.data.order import Plan
 from vitscale.data.reader import Run, RunReader
 from vitscale.data.sample import BadSample, image_field
 from vitscale.data.shards import RawSample, ShardError, ShardIndex
+from vitscale.data.storage import is_remote
 
 _PIECE = 8  # samples that one thread takes at a time
 _READERS = 4
+_REMOTE_READERS = 16  # of a store that answers after tens of milliseconds
 
 AugmentOf = Callable[[int, int, NDArray[np.uint8]], NDArray[np.uint8]]
 """(epoch, sample id, uint8 RGB `[height, width, 3]`) -> the same, changed."""
@@ -100,8 +102,9 @@ class Assembler:
         self._interpolation = interpolation
         self._label = label
         self._ahead = ahead if workers else 0
+        readers = _REMOTE_READERS if any(map(is_remote, index.paths)) else _READERS
         self._decoders = ThreadPoolExecutor(workers, "decode") if workers else _Here()
-        self._readers = ThreadPoolExecutor(_READERS, "read") if workers else _Here()
+        self._readers = ThreadPoolExecutor(readers, "read") if workers else _Here()
         self._capacity = capacity
 
     def batches(self, plans: Iterable[Plan]) -> Iterator[Assembled]:

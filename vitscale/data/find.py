@@ -121,7 +121,8 @@ def expand(spec: str, access: Access = LOCAL) -> list[str]:
 
 def _expand_remote(pattern: str, access: Access) -> list[str]:
     """What a URL with or without wildcards stands for."""
-    if pattern.startswith("pipe:") or not any(sign in pattern for sign in "*["):
+    path = pattern.partition("://")[2].partition("/")[2]  # without the host, which may be an address in brackets
+    if pattern.startswith("pipe:") or not any(sign in path for sign in "*["):
         return [pattern]
     if pattern.startswith("http"):
         raise UserError(f"{pattern!r}: a web server does not say what it holds; write a range {{000..127}} or a list")
