@@ -195,6 +195,20 @@ def test_shards_in_a_bucket(s3_endpoint: str, shards: Path, tmp_path: Path, monk
         load_index("s3://images/some/set")
 
 
+def test_missing_credentials_are_not_waited_for() -> None:
+    from botocore.exceptions import NoCredentialsError
+
+    tries = []
+
+    def read() -> bytes:
+        tries.append(1)
+        raise NoCredentialsError
+
+    with pytest.raises(OSError, match=r"^Unable to locate credentials$"):
+        storage.with_retries("s3://lab/set/index.json", read)
+    assert len(tries) == 1
+
+
 # ------------------------------------------------------------------------------------------------ commands
 def test_commands_run_only_where_that_is_allowed_and_never_in_a_shell(shards: Path, tmp_path: Path) -> None:
     expected, _ = batches(str(shards), tmp_path)

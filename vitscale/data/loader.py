@@ -22,6 +22,7 @@ from vitscale.data import photometric
 from vitscale.data.assemble import Assembler, Bad, What
 from vitscale.data.augment import View, eval_view, sample_generator, train_view
 from vitscale.data.batch import Batch
+from vitscale.data.decode import decoder_name
 from vitscale.data.mix import is_mixing
 from vitscale.data.mixture import MixtureOrder
 from vitscale.data.order import Plan, eval_batches, eval_ids, eval_plan
@@ -89,6 +90,10 @@ class TrainLoader:
                 exit_code=EXIT_USAGE,
             )
         self.order = training.order(config, seed=seed, global_batch=global_batch)
+        log.info("JPEGs are decoded by %s", decoder_name())
+        if isinstance(self.order, MixtureOrder):
+            shares = zip(training.names, self.order.shares, strict=True)
+            log.info("of every batch: %s", ", ".join(f"{share:.2%} {name}" for name, share in shares))
         self.num_samples = self.order.num_samples
         self.samples_read = 0
         self.bad: Counter[str] = Counter()

@@ -222,7 +222,9 @@ def _read_local(path: str) -> bytes:
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether another try cannot help: the server understood and refused."""
+    """Whether another try cannot help: the server understood and refused, or was not asked for want of credentials."""
+    if "Credentials" in type(error).__name__:
+        return True
     status = getattr(error, "status", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in _PASSING_STATUS
 
