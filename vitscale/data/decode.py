@@ -126,7 +126,7 @@ def decoder_name() -> str:
     """What decodes JPEGs here, in words for a log."""
     if available():
         return "vitscale's library, only the part that is shown"
-    return "simplejpeg, whole; a C compiler and libjpeg-turbo's headers at installation would save a fifth of the time"
+    return "simplejpeg, whole; a C compiler and libjpeg-turbo's headers at installation would save a sixth of the time"
 
 
 def open_picture(content: bytes) -> Picture:
